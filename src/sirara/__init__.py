@@ -1,7 +1,7 @@
 """Sirara trains large models with PyTorch and goes on with the same numbers wherever a run is continued.
 
-The public names are loaded on first use, so `import sirara` costs no torch. Everything else is
-reached through its room (`sirara.train.loop`, `sirara.checkpoint.manager`, ...) and may change between versions.
+The public names are loaded on first use, so `import sirara` costs no torch. Everything else is reached
+through its room (`sirara.train.loop`, `sirara.checkpoint.manager`, ...) and may change between versions.
 """
 
 from importlib import import_module
