@@ -36,10 +36,10 @@ REPLICATE = Replicate()
 def held_ranges(
     placement: Placement, shape: tuple[int, ...], *, degree: int, rank: int
 ) -> tuple[tuple[int, int], ...]:
-    """Index ranges [start, stop) along `placement.dim` that `rank` of `degree` holds: one per pack, () for all.
+    """Index ranges [start, stop) along `placement.dim` that `rank` of `degree` holds: one per pack, or ().
 
-    A dim that the degree does not divide (a vocabulary) is cut into parts of ceil(size / degree); the last may
-    be short or empty.
+    A dim that the degree does not divide (a vocabulary) is cut into parts of ceil(size / degree); the last
+    may be short or empty.
 
     Raises: LayoutError when indivisible parts cannot be dealt out evenly.
     """

@@ -52,7 +52,7 @@ def normal_slice(seed: int, name: str, start: int, stop: int) -> np.ndarray:
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's output for each state, uint64; number n of the stream `key` is splitmix64(key + n * GAMMA)."""
+    """SplitMix64's output for each uint64 state; number n of stream `key` is splitmix64(key + n * GAMMA)."""
     x = x + np.uint64(GAMMA)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
