@@ -1,16 +1,17 @@
 """Run a function on n real gloo ranks and get each rank's value: `run_ranks(n, fn, *args)`.
 
 The ranks are warm Python processes kept by this pytest process (importing torch costs a second each).  A call
-hands them the function's file and name, a fresh file store and the arguments; each call has a group of its own.
+hands them the function's file and name, a fresh file store and the arguments; each call has a group of its
+own.
 
     pytest process                         worker r (python tests/harness.py FD)
       Call(rank=r, world, store, fn, args)  ->  init_process_group, fn(*args)
                                             <-  Answer(value) or Answer(traceback, moment of failure)
       Bye (only when every rank answered)   ->  destroy_process_group, reset seeds, dtype, threads
 
-The failure that is shown is the first one in time that is not an echo: a rank whose peer died reports a broken
-connection, which explains nothing.  After any failure the workers are killed and the next call starts new ones, so
-one test cannot harm another.  Workers die with their parent (PR_SET_PDEATHSIG).
+The failure that is shown is the first one in time that is not an echo: a rank whose peer died reports a
+broken connection, which explains nothing.  After any failure the workers are killed and the next call starts
+new ones, so one test cannot harm another.  Workers die with their parent (PR_SET_PDEATHSIG).
 """
 
 import atexit

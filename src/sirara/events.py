@@ -1,9 +1,9 @@
 """Append-only JSONL records, shared by trainer, agent and monitor.
 
-A record is one line, written by one `write` to a file opened with O_APPEND, so records of several processes do
-not mix.  A process may be killed inside a write; the torn line it leaves is skipped by readers, and the next writer
-starts a new line after it.  Nothing is ever deleted: readers drop what an older attempt wrote beyond the step from
-which a later one went on (`live`).
+A record is one line, written by one `write` to a file opened with O_APPEND, so records of several processes
+do not mix.  A process may be killed inside a write; the torn line it leaves is skipped by readers, and the
+next writer starts a new line after it.  Nothing is ever deleted: readers drop what an older attempt wrote
+beyond the step from which a later one went on (`live`).
 
     metrics.jsonl   attempt 1: step 1 2 3 4 5      attempt 2 (resumed from 3): step 4 5 6
     live            attempt 1: step 1 2 3          attempt 2:                  step 4 5 6

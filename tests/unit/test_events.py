@@ -96,7 +96,7 @@ def test_live_counts_an_attempt_that_died_before_it_began():
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 12)), min_size=1, max_size=6))
 def test_live_steps_are_those_of_a_run_without_kills(lives):
-    """Each life resumes from a step that exists and does some steps; the reference truncates a list and appends."""
+    """Each life resumes from a step that exists and does some; the reference truncates a list and appends."""
     metrics, events, expected = [], [], []
     for attempt, (back, length) in enumerate(lives, start=1):
         start = max(0, len(expected) - back)
