@@ -1,0 +1,61 @@
+"""The device that a rank computes on: choice, memory counters, determinism.  On the CPU all of it is trivial."""
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sirara.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One rank's device; `torch_device` is what tensors are made on."""
+
+    torch_device: torch.device
+
+    @property
+    def kind(self) -> str:
+        return self.torch_device.type
+
+    def peak_bytes(self) -> int:
+        """Peak memory: allocated bytes on an accelerator, peak resident set of the process on the CPU."""
+        if self.kind == "cuda":
+            return torch.cuda.max_memory_allocated(self.torch_device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def synchronize(self) -> None:
+        """Waits until all queued work of the device is done."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+
+
+def open_device(*, local_rank: int, exact: bool) -> Device:
+    """The device of this rank: its own GPU when CUDA is there, else the CPU.
+
+    Args:  exact: turn on torch's deterministic algorithms on CUDA; the CPU kernels in use are deterministic as they are.
+    """
+    if os.environ.get("SIRARA_DEVICE", "") == "cpu" or not torch.cuda.is_available():
+        return Device(torch_device=torch.device("cpu"))
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: this node has {count}", try_=[f"launch.nproc={count}"]
+        )
+    torch.cuda.set_device(local_rank)
+    if exact:
+        # cuBLAS reads this at its first call; without it deterministic mode refuses matrix products.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    return Device(torch_device=torch.device("cuda", local_rank))
+
+
+def available_memory_bytes() -> int:
+    """Free host memory, as the kernel estimates it."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

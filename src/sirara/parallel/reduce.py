@@ -1,0 +1,242 @@
+"""Gradients of a step, added on the one fixed tree (pure/tree.py), whatever the number of ranks.
+
+    local      a rank adds the microbatches of its block in full-size buffers (a binary counter of them)
+    exchange   when a block is complete, the owner of each shard receives the partial sums of the round's other blocks
+    shard      the owner adds them in block order on a binary counter of shard-size buffers
+
+All of it is started by `add`, as backward reaches the group, and finished by `finish`; in between data travels.
+Shape letters: P elements of the padded group, S = P / dp elements of a shard.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sirara.comm import Comm, Transfer
+from sirara.pure.groups import Group
+from sirara.pure.tree import Deal
+
+Tensor = torch.Tensor
+
+
+class Pool:
+    """Flat buffers kept between steps, by size and dtype: fresh pages cost more than the sums they hold."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self.bytes_made = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer of unspecified content."""
+        kept = self.free.get((numel, dtype))
+        if kept:
+            return kept.pop()
+        self.bytes_made += numel * dtype.itemsize
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Takes a buffer back; the caller must not touch it again."""
+        self.free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+
+
+@dataclass(slots=True)
+class Entry:
+    """A subtree's sum.  A borrowed tensor belongs to somebody else: it may be read, not written or kept."""
+
+    level: int
+    tensor: Tensor
+    owned: bool
+
+
+@dataclass(slots=True)
+class TreeSum:
+    """A binary counter: equal levels merge as they are pushed, what is left folds from smallest to largest."""
+
+    dtype: torch.dtype
+    pool: Pool
+    entries: list[Entry] = field(default_factory=list)
+
+    def push(self, level: int, tensor: Tensor, *, owned: bool) -> None:
+        entry = Entry(level, tensor, owned)
+        while self.entries and self.entries[-1].level == entry.level:
+            entry = self._merge(self.entries.pop(), entry)
+        self.entries.append(entry)
+
+    def settle(self) -> None:
+        """Copies what is borrowed, so that its owner may reuse it."""
+        for entry in self.entries:
+            if not entry.owned:
+                copy = self.pool.take(entry.tensor.numel(), entry.tensor.dtype)
+                entry.tensor, entry.owned = copy.copy_(entry.tensor), True
+
+    def fold(self) -> Entry | None:
+        """The sum of everything pushed, in the accumulation dtype unless a single leaf was pushed; empties the counter."""
+        if not self.entries:
+            return None
+        total = self.entries.pop()
+        while self.entries:
+            total = self._merge(self.entries.pop(), total)
+        return total
+
+    def total(self, numel: int) -> Tensor:
+        """`fold` as an owned tensor of the accumulation dtype; zeros when nothing was pushed."""
+        entry = self.fold()
+        if entry is not None and entry.owned and entry.tensor.dtype == self.dtype:
+            return entry.tensor
+        out = self.pool.take(numel, self.dtype)
+        if entry is None:
+            return out.zero_()
+        out.copy_(entry.tensor)
+        self._release(entry)
+        return out
+
+    def _merge(self, older: Entry, newer: Entry) -> Entry:
+        # Addition of two floats commutes, so either operand may receive the sum.
+        for target, other in ((older, newer), (newer, older)):
+            if target.owned and target.tensor.dtype == self.dtype:
+                target.tensor.add_(other.tensor)
+                self._release(other)
+                return Entry(older.level + 1, target.tensor, True)
+        total = self.pool.take(older.tensor.numel(), self.dtype)
+        total.copy_(older.tensor).add_(newer.tensor)
+        self._release(older)
+        self._release(newer)
+        return Entry(older.level + 1, total, True)
+
+    def _release(self, entry: Entry) -> None:
+        if entry.owned:
+            self.pool.give(entry.tensor)
+
+
+@dataclass(slots=True)
+class Round:
+    """One exchange in flight: this rank's partial sum, if it has a block, and what arrives from the others."""
+
+    transfer: Transfer
+    partial: Entry | None
+    received: dict[int, Tensor]
+    senders: int
+
+
+class GradientSum:
+    """The gradient of one use of one flat group, over the microbatches and ranks of a step.
+
+    Args:  leaf_dtype: dtype of gradients as autograd gives them.  dtype: dtype of sums.
+           tag: tells the exchanges of different uses apart; the same on all ranks.
+    """
+
+    def __init__(self, name: str, group: Group, *, comm: Comm, deal: Deal, leaf_dtype: torch.dtype,
+                 dtype: torch.dtype, pool: Pool, tag: int) -> None:
+        self.name, self.group, self.comm, self.deal, self.tag = name, group, comm, deal, tag
+        self.shard_numel = group.shard_numel(comm.size)
+        self.numel = self.shard_numel * comm.size
+        self.pool = pool
+        # A block of one microbatch is sent as autograd made it: the sum starts at its receiver, in full precision.
+        self.buffer_dtype = leaf_dtype if deal.k == 0 else dtype
+        self.local = TreeSum(dtype, pool)
+        self.shard = TreeSum(dtype, pool)
+        self.rounds_begun = 0
+        self.pending: Round | None = None
+        ends = [0, *(slot.start + slot.numel for slot in group.slots)]
+        starts = [*(slot.start for slot in group.slots), self.numel]
+        self.gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
+    def add(self, microbatch: int, grads: Sequence[Tensor | None]) -> None:
+        """Adds one microbatch, in ascending order; a complete block starts its exchange.
+
+        Args:  grads: one per slot of the group; None where the unit did not use the parameter.
+        """
+        entries = self.local.entries
+        if entries and entries[-1].level == 0:
+            # Adding into the leaf that waits for its sibling saves a buffer and a pass over memory.
+            top = entries.pop()
+            targets = self._views(top.tensor)
+            used = [(t, g) for t, g in zip(targets, grads, strict=True) if g is not None]
+            torch._foreach_add_([t for t, _ in used], [g for _, g in used])
+            self.local.push(1, top.tensor, owned=True)
+        else:
+            buffer = self.pool.take(self.numel, self.buffer_dtype)
+            for start, stop in self.gaps:
+                buffer[start:stop].zero_()
+            targets = self._views(buffer)
+            for target, grad in zip(targets, grads, strict=True):
+                target.zero_() if grad is None else target.copy_(grad)
+            self.local.push(0, buffer, owned=True)
+        block = microbatch >> self.deal.k
+        if microbatch == self.deal.block(block)[-1]:
+            self._begin_round(self.local.fold())
+
+    def join_last_round(self) -> None:
+        """Takes part in a last round in which this rank has no block: it receives and adds nothing of its own."""
+        while self.rounds_begun < self.deal.rounds:
+            self._begin_round(None)
+
+    def finish(self) -> Tensor:
+        """This rank's shard [S] of the sum over all microbatches; the caller gives it back to the pool."""
+        self.join_last_round()
+        self._complete_round()
+        self.rounds_begun = 0
+        return self.shard.total(self.shard_numel)
+
+    def _views(self, buffer: Tensor) -> list[Tensor]:
+        return [buffer[s.start : s.start + s.numel].view(s.tensor.shape) for s in self.group.slots]
+
+    def _begin_round(self, partial: Entry | None) -> None:
+        self._complete_round()
+        senders = self.deal.senders(self.rounds_begun)
+        self.rounds_begun += 1
+        rank, size, part = self.comm.rank, self.comm.size, self.shard_numel
+        if size == 1 and partial is not None:
+            self.shard.push(self.deal.k, partial.tensor, owned=True)
+            return
+        sends = []
+        if partial is not None:
+            peers = [(rank + i) % size for i in range(1, size)]
+            sends = [(p, partial.tensor[p * part : (p + 1) * part]) for p in peers]
+        received = {p: self.pool.take(part, self.buffer_dtype) for p in range(senders) if p != rank}
+        transfer = self.comm.exchange(f"reduce {self.name}", sends, list(received.items()), tag=self.tag)
+        self.pending = Round(transfer, partial, received, senders)
+
+    def _complete_round(self) -> None:
+        if self.pending is None:
+            return
+        done, self.pending = self.pending, None
+        done.transfer.wait()
+        rank, part = self.comm.rank, self.shard_numel
+        for peer in range(done.senders):
+            if peer != rank:
+                self.shard.push(self.deal.k, done.received[peer], owned=True)
+            elif done.partial is not None:
+                self.shard.push(self.deal.k, done.partial.tensor[rank * part : (rank + 1) * part], owned=False)
+        self.shard.settle()
+        if done.partial is not None:
+            self.pool.give(done.partial.tensor)
+
+
+class FastSum(GradientSum):
+    """`numerics: fast`: one buffer, microbatches added as they come, ranks added by the library."""
+
+    def add(self, microbatch: int, grads: Sequence[Tensor | None]) -> None:
+        if not self.local.entries:
+            buffer = self.pool.take(self.numel, self.local.dtype)
+            for start, stop in self.gaps:
+                buffer[start:stop].zero_()
+            for target, grad in zip(self._views(buffer), grads, strict=True):
+                target.zero_() if grad is None else target.copy_(grad)
+            self.local.push(0, buffer, owned=True)
+            return
+        used = [(t, g) for t, g in zip(self._views(self.local.entries[0].tensor), grads, strict=True) if g is not None]
+        torch._foreach_add_([t for t, _ in used], [g for _, g in used])
+
+    def join_last_round(self) -> None:
+        return
+
+    def finish(self) -> Tensor:
+        full = self.local.total(self.numel)
+        if self.comm.size == 1:
+            return full
+        shard = self.comm.reduce_scatter_sum(f"reduce {self.name}", full)
+        self.pool.give(full)
+        return shard

@@ -1,0 +1,99 @@
+"""Optimizers on flat ranges: an update is a function of (weight, gradient, state, lr, update number), element by element.
+
+State is named tensors beside the weights, never a step counter: the number of updates belongs to TrainState, so an
+optimizer cannot disagree with the run about it.  Arithmetic has equal bits on any cut at multiples of 16 elements.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sirara.errors import ConfigError
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """One flat range under update [U]: weights (masters), gradient (may be overwritten) and state by name."""
+
+    weights_U: Tensor
+    grad_U: Tensor
+    state: dict[str, Tensor]
+    decay: bool
+
+
+class Optimizer(Protocol):
+    """What the step pipeline asks of an optimizer."""
+
+    state_names: tuple[str, ...]
+
+    def update(self, ranges: Sequence[Range], *, lr: float, update: int) -> None:
+        """Applies update number `update` (1 is the first) in place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    """AdamW by torch's fused kernel.  Source: arXiv:1711.05101."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def update(self, ranges: Sequence[Range], *, lr: float, update: int) -> None:
+        for decay in (True, False):
+            chosen = [r for r in ranges if r.decay is decay]
+            if not chosen:
+                continue
+            # The kernel reads the step as a float32 tensor on the weights' device.
+            steps = [torch.full((), float(update), device=r.weights_U.device) for r in chosen]
+            torch._fused_adamw_(
+                [r.weights_U for r in chosen],
+                [r.grad_U for r in chosen],
+                [r.state["exp_avg"] for r in chosen],
+                [r.state["exp_avg_sq"] for r in chosen],
+                [],
+                steps,
+                lr=lr,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                weight_decay=self.weight_decay if decay else 0.0,
+                eps=self.eps,
+                amsgrad=False,
+                maximize=False,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lion:
+    """Lion: sign of an interpolated momentum; one state tensor.  Source: arXiv:2302.06675, algorithm 2."""
+
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.1
+    state_names: tuple[str, ...] = ("momentum",)
+
+    def update(self, ranges: Sequence[Range], *, lr: float, update: int) -> None:
+        b1, b2 = self.betas
+        for r in ranges:
+            momentum = r.state["momentum"]
+            # Products and sums are separate operations: a fused multiply-add would round differently at cuts.
+            direction = momentum.mul(b1).add_(r.grad_U.mul(1 - b1)).sign_()
+            if r.decay and self.weight_decay:
+                r.weights_U.mul_(1 - lr * self.weight_decay)
+            r.weights_U.sub_(direction.mul_(lr))
+            momentum.mul_(b2).add_(r.grad_U.mul_(1 - b2))
+
+
+def make_optimizer(
+    *, name: str, betas: tuple[float, float], eps: float, weight_decay: float
+) -> Optimizer:
+    """The optimizer that `train.optimizer` names."""
+    if name == "adamw":
+        return AdamW(betas=betas, eps=eps, weight_decay=weight_decay)
+    if name == "lion":
+        return Lion(betas=betas, weight_decay=weight_decay)
+    raise ConfigError(f"train.optimizer.name={name}: use adamw or lion")
