@@ -1,7 +1,7 @@
 """What a model is: its family (traits and Hugging Face names, as data) and its sizes.
 
-A family is a row of choices (`Family`), a model is a family with sizes (`ModelShape`). Everything else about a
-model, its tensors, placements, FLOPs, config.json, is computed from these two.
+A family is a row of choices (`Family`), a model is a family with sizes (`ModelShape`). Everything else about
+a model, its tensors, placements, FLOPs, config.json, is computed from these two.
 """
 
 from collections.abc import Mapping
@@ -39,6 +39,8 @@ class Family:
     """Which may have one: "attention" (q, k, v and o), "mlp"."""
     own_head_dim: bool = False
     """head_dim need not be hidden / heads."""
+    own_ffn: bool = True
+    """ffn need not be 4 * hidden."""
     grouped_query: bool = False
     sliding_window: bool = False
     qk_norm: bool = False
@@ -95,6 +97,7 @@ FAMILIES: dict[str, Family] = {
         mlp="gelu",
         qkv="per_head",
         biases=frozenset({"qkv", "o", "mlp"}),
+        own_ffn=False,
         embed_norm=True,
         tied=True,
         base_prefix="transformer.",
@@ -260,6 +263,7 @@ class ModelShape:
         refused = {
             "model.kv_heads": not traits.grouped_query and self.kv_heads != self.heads,
             "model.head_dim": not traits.own_head_dim and self.head_dim * self.heads != self.hidden,
+            "model.ffn": not traits.own_ffn and self.ffn != 4 * self.hidden,
             "model.sliding_window": not traits.sliding_window and self.sliding_window is not None,
             "model.rope_scaling": traits.positions != "rope" and self.rope_scaling is not None,
             "model.attention_bias": "attention" not in traits.optional_biases and self.attention_bias,

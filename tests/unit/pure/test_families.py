@@ -180,6 +180,7 @@ def test_a_tied_head_starts_as_its_owner():
         ({"family": "lama"}, r"model\.family='lama' is not known"),
         ({"head_dim": 7}, r"model\.head_dim=7 is odd"),
         ({"family": "gpt2", "kv_heads": 2}, r"model\.kv_heads=2 does not exist in the family gpt2"),
+        ({"family": "bloom", "ffn": 128}, r"model\.ffn=128 does not exist in the family bloom"),
         ({"family": "qwen2", "head_dim": 32}, r"model\.head_dim=32 does not exist in the family qwen2"),
         ({"sliding_window": 8}, r"model\.sliding_window=8 does not exist in the family llama"),
         ({"family": "mistral", "mlp_bias": True}, r"model\.mlp_bias=True does not exist"),
