@@ -1,7 +1,8 @@
 """Hugging Face `config.json` to `ModelShape` and back, without torch or transformers.
 
-Reading accepts both spellings of rotary settings (`rope_theta` + `rope_scaling`, and `rope_parameters`) and the
-old names of BLOOM. What would change the numbers and is not supported is refused by its key, never ignored.
+Reading accepts both spellings of rotary settings (`rope_theta` + `rope_scaling`, and `rope_parameters`) and
+the old names of BLOOM. What would change the numbers and is not supported is refused by its key, never
+ignored.
 """
 
 from collections.abc import Mapping
