@@ -39,8 +39,10 @@ class ProcessId:
         """From a record made with `as_record`, None if it is not one."""
         try:
             return ProcessId(
-                host=str(record["host"]), boot=str(record["boot"]), pid=int(record["pid"]),
-                started=int(record["started"])
+                host=str(record["host"]),
+                boot=str(record["boot"]),
+                pid=int(record["pid"]),
+                started=int(record["started"]),
             )
         except (KeyError, TypeError, ValueError):
             return None

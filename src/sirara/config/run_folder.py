@@ -1,11 +1,11 @@
 """The run folder: where a run lives, and who owns it.
 
     runs/<name>-<8 hex>/
-      run.json         identity of the run and what later attempts keep (threads); written last, so it makes
-      the run config.yaml      the resolved configuration of the newest attempt;   env.json   versions, host,
-      command line events.jsonl  metrics.jsonl  logs/attempt-NNNN/  checkpoints/  exports/  crash/
-      control/         save, stop: requests by touch;   lock;   attempts/NNNN.jsonl: the attempt and its
-      processes
+      run.json        identity, and what later attempts keep (threads); written last, so it makes the run
+      config.yaml     the resolved configuration of the newest attempt
+      env.json        versions, host, command line
+      events.jsonl  metrics.jsonl  logs/attempt-NNNN/  checkpoints/  exports/  crash/
+      control/        save, stop: requests by touch;  lock;  attempts/NNNN.jsonl: an attempt and its processes
 
 One attempt owns a run.  `begin_attempt` takes the lock (flock, so it ends with its holder), raises the
 attempt number by creating its file exclusively (which also holds on file systems without locks), and ends
@@ -98,8 +98,10 @@ class RunFolder:
             write_durably(run.path / "run.json", json.dumps(record, indent=1))
         except OSError as error:
             raise StorageError(
-                f"the run folder {run.path} cannot be made", code="SR601", why=str(error),
-                try_=["run_dir=<a folder that you may write to>", "sirara doctor"]
+                f"the run folder {run.path} cannot be made",
+                code="SR601",
+                why=str(error),
+                try_=["run_dir=<a folder that you may write to>", "sirara doctor"],
             ) from error
         return run
 
@@ -123,14 +125,21 @@ class RunFolder:
             return found[0]
         if found:
             names = ", ".join(run.id for run in found)
-            raise ConfigError(f"{asked!r} is the beginning of {len(found)} runs", code="SR110",
-            where=str(home), why=names,
-                              try_=[f"the whole name, like {found[-1].id}", "latest"])
+            raise ConfigError(
+                f"{asked!r} is the beginning of {len(found)} runs",
+                code="SR110",
+                where=str(home),
+                why=names,
+                try_=[f"the whole name, like {found[-1].id}", "latest"],
+            )
         near = difflib.get_close_matches(asked, [run.id for run in runs], n=3, cutoff=0.4)
         known = f"{len(runs)} runs there, the newest is {runs[-1].id}" if runs else "no runs there"
         raise ConfigError(
-            f"there is no run {asked!r}", code="SR111", where=str(home.absolute()), why=known,
-            try_=near or ["the path of a run folder", "run_dir of your configuration in SIRARA_RUN_DIR"]
+            f"there is no run {asked!r}",
+            code="SR111",
+            where=str(home.absolute()),
+            why=known,
+            try_=near or ["the path of a run folder", "run_dir of your configuration in SIRARA_RUN_DIR"],
         )
 
     @property
@@ -225,7 +234,9 @@ class RunFolder:
         if left:
             raise RunBusyError(
                 f"{len(left)} processes of an older attempt of {self.id} do not end, even by SIGKILL",
-                code="SR803", why=", ".join(map(str, left)), try_=["see what they wait for: ps -o pid,stat,wchan -p PID"]
+                code="SR803",
+                why=", ".join(map(str, left)),
+                try_=["see what they wait for: ps -o pid,stat,wchan -p PID"],
             )
         return number
 
@@ -235,8 +246,9 @@ class RunFolder:
         if newest > number:
             owner = self.owner()
             raise RunBusyError(
-                f"attempt {number} of {self.id} is over: attempt {newest} owns the run", code="SR802",
-                why=f"begun by {owner}" if owner else ""
+                f"attempt {number} of {self.id} is over: attempt {newest} owns the run",
+                code="SR802",
+                why=f"begun by {owner}" if owner else "",
             )
 
     def record_process(self, attempt: int, *, role: str, rank: int | None = None) -> None:
@@ -272,9 +284,11 @@ class RunFolder:
                 os.close(fd)
                 number, owner = self.attempt(), self.owner()
                 raise RunBusyError(
-                    f"{self.id} is running (attempt {number})", code="SR801",
-                    where=str(self.path), why=f"owned by {owner}" if owner else "another process holds its lock",
-                    try_=[f"sirara stop {self.id}   (saves, then ends it)", f"sirara status {self.id}"]
+                    f"{self.id} is running (attempt {number})",
+                    code="SR801",
+                    where=str(self.path),
+                    why=f"owned by {owner}" if owner else "another process holds its lock",
+                    try_=[f"sirara stop {self.id}   (saves, then ends it)", f"sirara status {self.id}"],
                 )
             time.sleep(0.05)
         self._lock_fd = fd
