@@ -293,4 +293,4 @@ def json_schema() -> dict[str, Any]:
     mesh = schema["properties"]["mesh"]
     mesh.pop("default")
     schema["properties"]["mesh"] = {"anyOf": [{"const": "auto"}, mesh]}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "sirara.yaml", **schema}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "sirara.yaml"}
