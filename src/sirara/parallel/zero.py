@@ -64,7 +64,7 @@ class Zero:
                  dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device, fast: bool) -> None:
         if stage not in (0, 1):
             raise InvariantError(f"ZeRO stage {stage} does not run yet: configuration must refuse it")
-        self.comm, self.stage, self.pool = comm, stage, Pool(device)
+        self.comm, self.stage, self.pool, self.sum_dtype = comm, stage, Pool(device), sum_dtype
         self.leaves: list[list[nn.Parameter]] = [[] for _ in units]
         self._routes: list[list[tuple[int, int, int]]] = [[] for _ in units]
         self.groups: list[FlatGroup] = []
@@ -112,6 +112,12 @@ class Zero:
                     at = piece.flat - flat.updated[0]
                     flat.master_U[at : at + piece.stop - piece.start].copy_(values)
         self.share_loaded()
+
+    def round_masters(self) -> None:
+        """Rounds this rank's masters to weights, where the two differ."""
+        for flat in self.groups:
+            if flat.has_master:
+                flat.weights_P[slice(*flat.updated)].copy_(flat.master_U)
 
     def share_loaded(self) -> None:
         """After every rank filled its shards of weights and masters: completes what the stage holds in full."""
@@ -188,9 +194,8 @@ class Zero:
 
     def publish(self) -> None:
         """After the update: rounds masters to weights and starts gathering them, first unit first."""
+        self.round_masters()
         for n, flat in enumerate(self.groups):
-            if flat.has_master:
-                flat.weights_P[slice(*flat.updated)].copy_(flat.master_U)
             if self.stage:
                 flat.publishing = self.comm.all_gather_shards(
                     f"publish {flat.group.name}", flat.weights_P, tag=self.publish_tag + n

@@ -29,10 +29,12 @@ _FLAT_BITS = 44
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step did.  `bad_parameter` names the first non-finite gradient; then nothing was updated."""
+    """What one step did; `lr` is the rate of its update.  `bad_parameter` names the first non-finite gradient: then
+    nothing was updated and no rate was consumed."""
 
     loss: float
     grad_norm: float
+    lr: float
     target_tokens: int
     request: int
     bad_parameter: str | None = None
@@ -75,11 +77,12 @@ class Step:
         with torch.no_grad():
             shards = zero.reduce()
             agreed = self._agree(shards, losses, request)
+            loss = agreed.loss_sum / max(1, valid_targets)
             if agreed.bad is not None:
                 zero.release(shards)
                 return StepResult(
-                    loss=agreed.loss_sum / max(1, valid_targets), grad_norm=agreed.norm, target_tokens=valid_targets,
-                    request=agreed.request, bad_parameter=self._name(agreed.bad),
+                    loss=loss, grad_norm=agreed.norm, lr=0.0, target_tokens=valid_targets, request=agreed.request,
+                    bad_parameter=self._name(agreed.bad),
                 )
             grads = zero.widen(shards)
             if self.clip is not None and agreed.norm > self.clip:
@@ -94,8 +97,7 @@ class Step:
             zero.release(grads)
             zero.publish()
         return StepResult(
-            loss=agreed.loss_sum / max(1, valid_targets), grad_norm=agreed.norm, target_tokens=valid_targets,
-            request=agreed.request,
+            loss=loss, grad_norm=agreed.norm, lr=lr, target_tokens=valid_targets, request=agreed.request
         )
 
     def _agree(self, shards: list[Tensor], losses: list[float], request: int) -> "Agreed":

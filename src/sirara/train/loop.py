@@ -1,0 +1,153 @@
+"""The standard loop: step, log, evaluate, save, until the last step or a requested stop.
+
+Everything it uses is what Trainer offers to a loop of the user's own.  Rank 0 alone writes events and metrics; what
+all ranks decide by (steps, requests) is agreed inside the step, so they take every branch together.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sirara.config.run_folder import RunFolder
+from sirara.config.schema import RunConfig
+from sirara.errors import StorageError
+from sirara.events import JsonLines
+from sirara.train.own_loop import SAVE, STOP, Trainer
+from sirara.train.step import StepResult
+
+_log = logging.getLogger("sirara")
+_CODES = {"": 0, "save": SAVE, "stop": STOP}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How an attempt ended; `checkpoint` is the committed folder of `step`."""
+
+    reason: Literal["done", "stopped"]
+    step: int
+    loss: float
+    digest: str
+    tokens: int
+    grade: str
+    checkpoint: Path | None
+
+
+def train(
+    config: RunConfig, run: RunFolder, *, attempt: int, resume: bool, requests: Callable[[], str]
+) -> Outcome:
+    """Trains to the last step, or stops on request after a committed checkpoint.
+
+    Args:  requests: asked once per step on every rank: "", "save" or "stop".
+    """
+    with Trainer(config, run, attempt=attempt) as trainer:
+        journal = _Journal(config, run, attempt, trainer)
+        if resume:
+            restored = trainer.resume()
+            journal.resumed(restored.step, restored.skipped)
+        else:
+            trainer.start()
+            journal.event("start", layout=trainer.layout, grade=trainer.grade.name)
+        return _run(config, trainer, journal, requests)
+
+
+def _run(config: RunConfig, trainer: Trainer, journal: "_Journal", requests: Callable[[], str]) -> Outcome:
+    digest, saved, failures = "", -1, 0
+    while trainer.step < config.train.steps:
+        result = trainer.train_step(request=_CODES[requests()])
+        last = trainer.step == config.train.steps
+        if result.skipped:
+            journal.skipped(result)
+        evals = trainer.evaluate() if last or _due(trainer.step, config.train.eval_every) else {}
+        if last or result.request or _due(trainer.step, config.checkpoint.every):
+            try:
+                digest, saved, failures = str(trainer.save()), trainer.step, 0
+                journal.event("save", step=trainer.step, digest=digest)
+            except StorageError as error:
+                failures += 1
+                journal.save_failed(error, failures)
+                if last or result.request == STOP or failures > config.checkpoint.max_failures:
+                    raise
+        journal.step(result, evals)
+        if result.request == STOP and not last:
+            journal.event("stop", step=trainer.step, digest=digest)
+            return journal.outcome("stopped", digest)
+    if saved != trainer.step:
+        digest = str(trainer.digest())
+    journal.event("done", step=trainer.step, digest=digest)
+    return journal.outcome("done", digest)
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+class _Journal:
+    """What rank 0 writes down; silent on the others."""
+
+    def __init__(self, config: RunConfig, run: RunFolder, attempt: int, trainer: Trainer) -> None:
+        self.config, self.trainer, self.run = config, trainer, run
+        self.speaks = trainer.world.rank == 0
+        self.events = JsonLines(run.events, attempt=attempt) if self.speaks else None
+        self.metrics = JsonLines(run.metrics, attempt=attempt) if self.speaks else None
+
+    def event(self, kind: str, **fields: object) -> None:
+        if self.events is not None:
+            # A stop record must outlive the machine: the supervisor's exit code stands on it.
+            self.events.append({"kind": kind, **fields}, durable=kind in ("stop", "done", "resume"))
+
+    def resumed(self, step: int, skipped: tuple[tuple[int, str], ...]) -> None:
+        grade = self.trainer.grade
+        self.event("resume", from_step=step, grade=grade.name, why=list(grade.why), layout=self.trainer.layout,
+                   skipped=[list(pair) for pair in skipped])
+        if self.speaks:
+            _log.info("resumed from step %d, grade %s", step, grade)
+
+    def skipped(self, result: StepResult) -> None:
+        self.event("skip", step=self.trainer.step, parameter=result.bad_parameter)
+        if self.speaks:
+            _log.warning(
+                "step %d skipped: the gradient of %s is not finite; nothing was updated (%d skipped so far)",
+                self.trainer.step, result.bad_parameter, self.trainer.state.counters.skipped,
+            )
+
+    def save_failed(self, error: StorageError, failures: int) -> None:
+        self.event("save_failed", step=self.trainer.step, error=str(error), in_a_row=failures)
+        _log.error(
+            "the checkpoint of step %d could not be written (%d in a row, %d end the run); older ones are kept\n%s",
+            self.trainer.step, failures, self.config.checkpoint.max_failures + 1, error,
+        )
+
+    def step(self, result: StepResult, evals: dict[str, float]) -> None:
+        if self.metrics is None:
+            return
+        trainer, counters = self.trainer, self.trainer.state.counters
+        seconds = trainer.timings["time/step_s"]
+        self.metrics.append({
+            "step": trainer.step,
+            "train/loss": result.loss,
+            "train/loss_hex": result.loss.hex(),
+            "train/grad_norm": result.grad_norm,
+            "train/grad_norm_hex": result.grad_norm.hex(),
+            "train/lr": result.lr,
+            "train/tokens_total": counters.tokens,
+            "throughput/tokens_per_s": result.target_tokens / seconds,
+            "memory/peak_bytes": trainer.device.peak_bytes(),
+            **trainer.timings,
+            **{f"eval/{name}/loss": value for name, value in evals.items()},
+        })
+        if trainer.step % self.config.log.every == 0 or trainer.step == self.config.train.steps:
+            _log.info(
+                "step %d/%d  loss %.4f  norm %.3f  lr %.2e  %d tokens/s%s",
+                trainer.step, self.config.train.steps, result.loss, result.grad_norm, result.lr,
+                result.target_tokens / seconds, "".join(f"  {name} {value:.4f}" for name, value in evals.items()),
+            )
+
+    def outcome(self, reason: Literal["done", "stopped"], digest: str) -> Outcome:
+        trainer = self.trainer
+        folder = self.run.checkpoints / f"step-{trainer.step:09d}"
+        return Outcome(
+            reason=reason, step=trainer.step, loss=trainer.loss, digest=digest, tokens=trainer.state.counters.tokens,
+            grade=trainer.grade.name, checkpoint=folder if folder.is_dir() else None,
+        )

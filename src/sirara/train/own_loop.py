@@ -1,0 +1,283 @@
+"""Trainer: everything a training loop needs, for a loop of the user's own.  `train.loop` uses nothing else.
+
+    with Trainer(config, run, attempt=1) as trainer:
+        trainer.start()                                # or trainer.resume()
+        while trainer.step < config.train.steps:
+            result = trainer.train_step()
+            if trainer.step % 100 == 0:
+                trainer.save()
+"""
+
+import json
+import math
+import time
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from sirara.checkpoint.digest import Digest
+from sirara.checkpoint.hf import HfReader, hf_config
+from sirara.checkpoint.manager import CheckpointManager, Restored
+from sirara.comm import World, connect, disconnect, world_comm
+from sirara.config.load import model_shape
+from sirara.config.run_folder import RunFolder
+from sirara.config.schema import RunConfig
+from sirara.data.batches import Batches, EvalBatches
+from sirara.device import open_device
+from sirara.errors import CheckpointError
+from sirara.mesh import build_mesh
+from sirara.model.decoder import Decoder
+from sirara.parallel.parallelize import Layout, parallelize
+from sirara.pure.families import TensorSpec, init_slice, unit_specs
+from sirara.pure.rng import DropoutKey
+from sirara.pure.tree import deal
+from sirara.train.batch import to_inputs
+from sirara.train.evaluate import evaluate
+from sirara.train.grade import Grade, arithmetic, grade
+from sirara.train.lr import lr_at
+from sirara.train.optim import make_optimizer
+from sirara.train.precision import precision_of
+from sirara.train.state import Counters, TrainState
+from sirara.train.step import Step, StepResult
+
+SAVE, STOP = 1, 2
+"""Requests as ranks agree on them: the largest one of all ranks wins."""
+
+_FAULT_BYTES = 400
+
+
+class Trainer:
+    """One rank's share of a run, from configuration to checkpoints.
+
+    Attributes:  state: the one owner of what is resumed.  comm, device: where this rank stands.
+                 loss: of the last step.  grade: how equal the run is to an uninterrupted one.
+                 timings: seconds of the last step by name ("time/step_s", "time/data_wait_s", "time/ckpt_stall_s").
+    """
+
+    def __init__(self, config: RunConfig, run: RunFolder, *, attempt: int, world: World | None = None) -> None:
+        self.config, self.run = config, run
+        self.world = world or World.from_environment()
+        self.device = open_device(local_rank=self.world.local_rank, exact=config.numerics == "exact")
+        timeout_s = config.launch.hang_timeout
+        connect(self.world, backend="nccl" if self.device.kind == "cuda" else "gloo", timeout_s=timeout_s)
+        self.comm = world_comm(self.world, timeout_s=timeout_s)
+        mesh = config.mesh
+        self.mesh = build_mesh(
+            world=self.world.size, rank=self.world.rank, pp=mesh.pp, dp=mesh.dp, cp=mesh.cp, tp=mesh.tp
+        )
+        self.grade = Grade("exact" if config.numerics == "exact" else "close", ())
+        self.timings: dict[str, float] = {}
+        self.loss = math.nan
+        self.tokenizer, self.vocab = Batches.tokenizer_of(config.data)
+        self.shape = model_shape(config, self.vocab)
+        self.specs = unit_specs(self.shape)
+        self._build()
+        self.manager = CheckpointManager(
+            run.checkpoints, run=run.id, rank=self.world.rank, world=self.world.size, node=self.world.node,
+            attempt=attempt, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every,
+            ranks_per_node=self.world.local_size, fence=lambda: run.check_attempt(attempt), deadline_s=timeout_s,
+        )
+        self._arithmetic = arithmetic(
+            config, device=self.device.kind, threads=torch.get_num_threads(), layout=self.layout
+        )
+
+    def _build(self) -> None:
+        train, precision = self.config.train, precision_of(self.config.train.precision)
+        self.deal = deal(train.global_batch // train.micro_batch, self.mesh.dp, self.config.mesh.block)
+        model = Decoder(
+            self.shape, dropout=self.config.model.dropout, attention_dropout=self.config.model.attention_dropout,
+            device="meta", dtype=precision.weights,
+        )
+        layout = Layout(
+            zero=self.config.mesh.zero, deal=self.deal, weights=precision.weights, sums=precision.sums,
+            compile=train.compile, fast=self.config.numerics == "fast",
+        )
+        stage = parallelize(model, self.specs, layout, comm=self.comm, device=self.device.torch_device)
+        o = train.optimizer
+        optimizer = make_optimizer(name=o.name, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+        self.stepper = Step(
+            stage=stage, comm=self.comm, deal=self.deal, optimizer=optimizer, clip=train.clip_grad_norm
+        )
+        self.state = TrainState(
+            zero=stage.zero, comm=self.comm, state_names=optimizer.state_names, counters=Counters()
+        )
+        self.state.reset_optimizer()
+
+    # ---- beginnings
+
+    def start(self) -> None:
+        """Step 0: initial weights by seed, or those of `model.from`; refused when the run has committed steps."""
+        steps = self.manager.newest()
+        if steps:
+            raise CheckpointError(
+                f"run {self.run.id} has {len(steps)} committed steps, the newest is {steps[0]}; starting from 0 would lose them",
+                code="SR530", try_=[f"sirara resume {self.run.id}"],
+            )
+        self._open_data(None)
+        if self.config.model.from_ is not None:
+            reader = HfReader(self.config.model.from_)
+            self.state.zero.initialise(lambda spec, a, b: reader.read_slice(spec.name, a, b))
+        else:
+            self.state.zero.initialise(self._drawn)
+
+    def resume(self) -> Restored:
+        """Continues from the newest committed step that is complete and intact, or starts when there is none.
+
+        Returns:  the step, and the newer ones that could not be read, each with its reason.
+        Raises:   CheckpointError when steps exist but none can be read, or when what was loaded is not what was saved.
+        """
+        restored = self.manager.restore(self.state.load, agree=self._first_fault)
+        if restored is None:
+            self.start()
+            return Restored(step=0, skipped=())
+        self.state.complete()
+        snapshot = self.manager.open(restored.step)
+        record = snapshot.record
+        self._open_data(record["data"])
+        self.loss = float.fromhex(record["loss"])
+        self.grade = grade(record["arithmetic"], self._arithmetic)
+        saved, live = record["digest"], str(self.state.digest())
+        same_tensors = record["arithmetic"].get("train.precision") == self._arithmetic.get("train.precision")
+        if same_tensors and saved != live:
+            raise CheckpointError(
+                f"the state loaded from step {snapshot.step} is not the state that was saved",
+                code="SR523", why=f"digest {saved} was saved, {live} is live", where=str(snapshot.path),
+                try_=["sirara ckpt verify", f"remove {snapshot.path} to continue from an older step"],
+            )
+        ids = self.batches.ids_digest(self.state.counters.samples, self.config.train.global_batch)
+        if self.grade.name == "exact" and ids != record["next_batch"]:
+            raise CheckpointError(
+                f"the next batch after step {snapshot.step} would not hold the samples that were due",
+                code="SR524", why=f"sample ids digest to {ids}, {record['next_batch']} was saved",
+            )
+        return snapshot
+
+    def _drawn(self, spec: TensorSpec, start: int, stop: int) -> torch.Tensor:
+        return torch.from_numpy(init_slice(spec, self.config.seed, start, stop))
+
+    def _open_data(self, state: dict[str, Any] | None) -> None:
+        data, seed, micro = self.config.data, self.config.seed, self.config.train.micro_batch
+        first = self.state.counters.samples
+        self.batches = Batches(data, seed=seed, micro_batch=micro, vocab=self.shape.vocab, state=state, first=first)
+        self.eval_sets = {
+            e.name: EvalBatches(e.path, seq_len=data.seq_len, micro_batch=micro, vocab=self.shape.vocab)
+            for e in data.eval
+        }
+        self.batches.prefetch(first, self.deal.mine(self.mesh.coordinate("dp")))
+
+    # ---- the step
+
+    @property
+    def step(self) -> int:
+        """Steps done so far, skipped ones included."""
+        return self.state.counters.step
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        train, schedule = self.config.train, self.config.train.lr_schedule
+        return lr_at(
+            self.state.counters.updates, name=schedule.name, lr=train.optimizer.lr, total=train.steps,
+            warmup_steps=schedule.warmup_steps, min_lr_ratio=schedule.min_lr_ratio, decay_steps=schedule.decay_steps,
+        )
+
+    def train_step(self, *, request: int = 0) -> StepResult:
+        """One optimizer step over one global batch.
+
+        Args:  request: 0, SAVE or STOP as this rank wishes; `result.request` is what all ranks agreed on.
+        """
+        began, counters = time.perf_counter(), self.state.counters
+        batch, mine = self.config.train.global_batch, self.deal.mine(self.mesh.coordinate("dp"))
+        inputs = {
+            i: to_inputs(self.batches.microbatch(counters.samples, i), self.device.torch_device) for i in mine
+        }
+        self.batches.prefetch(counters.samples + batch, mine)
+        valid = self.batches.valid_targets(counters.samples, batch)
+        losses = self.stepper.accumulate(inputs, valid_targets=valid, keys=self._keys(mine))
+        result = self.stepper.finish(
+            losses, valid_targets=valid, lr=self.lr, update=counters.updates + 1, request=request
+        )
+        self.loss = result.loss
+        counters.step += 1
+        counters.samples += batch
+        counters.tokens += valid
+        counters.updates += not result.skipped
+        counters.skipped += result.skipped
+        self.timings = {
+            "time/step_s": time.perf_counter() - began,
+            "time/data_wait_s": self.batches.take_waited_s(),
+        }
+        return result
+
+    def _keys(self, mine: list[int]) -> dict[int, DropoutKey] | None:
+        if not (self.config.model.dropout or self.config.model.attention_dropout):
+            return None
+        seed, step = self.config.seed, self.state.counters.step
+        return {i: DropoutKey(seed=seed, step=step, microbatch=i) for i in mine}
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss per target token of every evaluation set, by name; nothing of the run changes."""
+        return {
+            name: evaluate(self.stepper.stage, batches, comm=self.comm) for name, batches in self.eval_sets.items()
+        }
+
+    # ---- checkpoints
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """Degrees and ZeRO stage, as they are stored in checkpoints."""
+        mesh = self.mesh
+        return {"world": self.world.size, "pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp,
+                "zero": self.config.mesh.zero}
+
+    def digest(self) -> Digest:
+        """The state digest: one value for one logical state, whatever the layout."""
+        return self.state.digest()
+
+    def save(self) -> Digest:
+        """Saves the state of the step just done and returns its digest; replicas are compared first.
+
+        Raises:  StorageError when it could not be written; older steps are untouched then.
+        """
+        began = time.perf_counter()
+        self.state.check_replicas()
+        digest = self.digest()
+        counters = self.state.counters
+        record = self.state.record() | {
+            "digest": str(digest),
+            "loss": self.loss.hex(),
+            "lr": self.lr,
+            "seed": self.config.seed,
+            "optimizer": self.config.train.optimizer.model_dump(mode="json"),
+            "data": self.batches.state_at(counters.samples),
+            "next_batch": self.batches.ids_digest(counters.samples, self.config.train.global_batch),
+            "arithmetic": self._arithmetic,
+            "layout": self.layout,
+        }
+        precision = precision_of(self.config.train.precision)
+        self.manager.save(
+            counters.step, plan=self.state.plan(), ranges=self.state.ranges(), record=record,
+            hf_files=self._hf_files(precision.weights),
+            aliases={t.name: t.tied_to for unit in self.specs for t in unit.tensors if t.tied_to},
+        )
+        self.timings["time/ckpt_stall_s"] = self.timings.get("time/ckpt_stall_s", 0.0) + time.perf_counter() - began
+        return digest
+
+    def _hf_files(self, dtype: torch.dtype) -> dict[str, bytes]:
+        files = {"config.json": json.dumps(hf_config(self.shape, dtype), indent=2).encode() + b"\n"}
+        if self.tokenizer is not None:
+            files["tokenizer.json"] = self.tokenizer.read_bytes()
+        return files
+
+    def close(self) -> None:
+        """Ends threads and leaves the process group."""
+        if hasattr(self, "batches"):
+            self.batches.close()
+        disconnect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
