@@ -1,0 +1,128 @@
+"""Reports, and the manifest that the committer makes of them.
+
+A report is what one rank says when its bytes are durable; the manifest is the plan, all ranks' hashes and
+the training record.
+"""
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from sirara.pure.manifest import HASH_BYTES, FileEntry, Manifest, Pieces, TensorEntry
+from sirara.pure.saveplan import SavePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a rank says when its bytes are durable. `hashes`: 16 bytes per piece, in the order of the plan."""
+
+    uuid: str
+    attempt: int
+    step: int
+    rank: int
+    plan: str
+    lengths: tuple[int, ...]
+    hashes: bytes
+
+    def to_bytes(self) -> bytes:
+        fields = {
+            "uuid": self.uuid,
+            "attempt": self.attempt,
+            "step": self.step,
+            "rank": self.rank,
+            "plan": self.plan,
+            "length": list(self.lengths),
+            "hash": self.hashes.hex(),
+        }
+        return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> "Report":
+        f = json.loads(raw)
+        return cls(
+            uuid=f["uuid"],
+            attempt=f["attempt"],
+            step=f["step"],
+            rank=f["rank"],
+            plan=f["plan"],
+            lengths=tuple(f["length"]),
+            hashes=bytes.fromhex(f["hash"]),
+        )
+
+
+def report_name(rank: int) -> str:
+    return f"report-{rank}.json"
+
+
+def failure_name(rank: int) -> str:
+    return f"failed-{rank}.txt"
+
+
+def assemble(
+    plan: SavePlan,
+    reports: Mapping[int, Report],
+    extras: Sequence[FileEntry],
+    *,
+    uuid: str,
+    run: str,
+    attempt: int,
+    step: int,
+    record: dict[str, Any],
+    aliases: dict[str, str],
+) -> Manifest:
+    """The manifest of a save whose ranks have all reported. extras: the small files beside the tensors."""
+    files = [
+        FileEntry(name=f.name, size=f.size, head=f.header_bytes, hash=_hash(f.header(uuid=uuid, step=step)))
+        for f in plan.files
+    ]
+    left = {rank: iter(_split(report.hashes)) for rank, report in reports.items()}
+    return Manifest(
+        uuid=uuid,
+        run=run,
+        step=step,
+        tokens=int(record.get("tokens", 0)),
+        attempt=attempt,
+        layout=record.get("layout", {}),
+        versions=software_versions(),
+        aliases=aliases,
+        record=record,
+        files=(*files, *extras),
+        tensors=tuple(TensorEntry(name=t.name, dtype=t.dtype, shape=t.shape) for t in plan.tensors),
+        pieces=Pieces(
+            tensor=_column(p.tensor for p in plan.pieces),
+            offset=_column(o for p in plan.pieces for o in p.box.offset),
+            size=_column(n for p in plan.pieces for n in p.box.size),
+            file=_column(p.file for p in plan.pieces),
+            position=_column(p.position for p in plan.pieces),
+            length=_column(p.length for p in plan.pieces),
+            hashes=b"".join(next(left[p.rank]) for p in plan.pieces),
+        ),
+    )
+
+
+def software_versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("sirara", "torch", "numpy", "safetensors"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def _hash(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def _split(hashes: bytes) -> Iterable[bytes]:
+    return (hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES))
+
+
+def _column(values: Iterable[int]) -> np.ndarray:
+    return np.fromiter(values, np.int64)

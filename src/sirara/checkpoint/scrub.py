@@ -1,0 +1,128 @@
+"""Reads a committed step from end to end and names everything that is not as it was written."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from sirara.checkpoint.reader import Snapshot, size_faults
+from sirara.checkpoint.storage import read_at, storage_error
+from sirara.errors import CheckpointError
+from sirara.pure.reshard import collisions
+
+BATCH_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One thing that is wrong. tensor and box are empty when a whole file is meant."""
+
+    file: str
+    what: str
+    tensor: str = ""
+    box: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.tensor}{self.box}{' ' if self.tensor else ''}{self.what}"
+
+    def error(self) -> CheckpointError:
+        return CheckpointError(str(self), code="SR523")
+
+
+def scrub(snapshot: Snapshot) -> list[Fault]:
+    """Every fault of a step: sizes, headers and small files, every piece, coverage, and the Hugging Face
+    side."""
+    m = snapshot.manifest
+    faults = [
+        Fault(file=Path(text.split(" is ", 1)[0]).name, what=text) for text in size_faults(snapshot.path, m)
+    ]
+    faults += scrub_pieces(snapshot)
+    faults += _overlapping(snapshot)
+    faults += _weights_side(snapshot)
+    return faults
+
+
+def scrub_pieces(snapshot: Snapshot) -> Iterator[Fault]:
+    """Reads every piece, header and small file once from the disk (not from the page cache) and compares
+    hashes."""
+    m, p = snapshot.manifest, snapshot.manifest.pieces
+    order = np.lexsort((p.position, p.file))
+    bounds = np.searchsorted(p.file[order], np.arange(len(m.files) + 1))
+    for f, entry in enumerate(m.files):
+        path = snapshot.path / entry.name
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            yield Fault(file=entry.name, what="is missing")
+            continue
+        except OSError as fault:
+            raise storage_error(fault, path) from fault
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            if not _matches(fd, path, 0, entry.head, bytes.fromhex(entry.hash)):
+                yield Fault(file=entry.name, what=f"its first {entry.head} bytes do not match their hash")
+            for i in order[bounds[f] : bounds[f + 1]].tolist():
+                if not _matches(fd, path, int(p.position[i]), int(p.length[i]), p.hash(i)):
+                    fault = snapshot.fault(i, "its bytes do not match their hash")
+                    name = m.tensors[int(p.tensor[i])].name
+                    yield Fault(file=entry.name, what=f"{fault.where}", tensor=name, box=str(m.box(i)))
+        finally:
+            os.close(fd)
+
+
+def _matches(fd: int, path: Path, position: int, length: int, digest: bytes) -> bool:
+    hasher = xxhash.xxh3_128()
+    buffer = np.empty(min(length, BATCH_BYTES), np.uint8)
+    for at in range(0, length, BATCH_BYTES):
+        part = buffer[: min(BATCH_BYTES, length - at)]
+        try:
+            read_at(fd, path, [part.data], position + at)
+        except CheckpointError:
+            return False
+        hasher.update(part.data)
+    return hasher.digest() == digest
+
+
+def _overlapping(snapshot: Snapshot) -> Iterator[Fault]:
+    m = snapshot.manifest
+    for t, tensor in enumerate(m.tensors):
+        index, saved = m.boxes_of(t)
+        boxes = [m.box(int(i)) for i in index]
+        for i, j in collisions(saved, boxes):
+            file = m.files[int(m.pieces.file[index[i]])].name
+            yield Fault(file=file, tensor=tensor.name, box=str(boxes[i]), what=f"overlaps {boxes[j]}")
+
+
+def _weights_side(snapshot: Snapshot) -> Iterator[Fault]:
+    """The safetensors library finds every weight, with its shape, where the index says."""
+    m = snapshot.manifest
+    shapes = {t.name: t.shape for t in m.tensors if "/" not in t.name}
+    index = snapshot.path / "model.safetensors.index.json"
+    if not shapes:
+        return
+    try:
+        where: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+    except (OSError, ValueError, KeyError) as fault:
+        yield Fault(file=index.name, what=f"cannot be read: {fault!r}")
+        return
+    if where.keys() != shapes.keys():
+        yield Fault(file=index.name, what=f"names {len(where)} weights, the manifest {len(shapes)}")
+    for file in sorted(set(where.values())):
+        try:
+            with safe_open(snapshot.path / file, "np") as opened:
+                found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as fault:
+            yield Fault(file=file, what=f"safetensors cannot read it: {fault}")
+            continue
+        for name in (n for n, f in where.items() if f == file):
+            if found.get(name) != shapes.get(name):
+                yield Fault(
+                    file=file,
+                    tensor=name,
+                    what=f"has shape {found.get(name)}, the manifest {shapes.get(name)}",
+                )

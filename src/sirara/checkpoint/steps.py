@@ -1,0 +1,77 @@
+"""Step folders and their names: which are committed, which are leftovers.
+
+step-000001200/                    committed when it holds manifest.json, otherwise incomplete
+.step-000001200.tmp-<uuid>/        a save in progress, or what a crash left of it
+.step-000001200.old-<uuid>/        another state of the step, moved aside by a commit
+.step-000001200.gone-<uuid>/       a step that is being deleted
+"""
+
+import hashlib
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from sirara.checkpoint.reader import MANIFEST
+from sirara.checkpoint.storage import Disk, storage_error
+
+_STEP = re.compile(r"step-(\d+)")
+_HIDDEN = re.compile(r"\.step-(\d+)\.(tmp|old|gone)-([0-9a-f]{8}-[0-9a-f-]{27})")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:09d}"
+
+
+def save_uuid(run: str, attempt: int, step: int, count: int) -> str:
+    """A version 8 UUID that begins with the attempt: the same on every rank without talking, never reused."""
+    text = f"{run}\0{attempt}\0{step}\0{count}".encode()
+    h = hashlib.blake2b(text, digest_size=12).hexdigest()
+    return f"{attempt:08x}-{h[:4]}-8{h[4:7]}-8{h[7:10]}-{h[10:22]}"
+
+
+def committed_steps(folder: Path) -> list[int]:
+    """Numbers of the steps that have a manifest, newest first. A folder that cannot be read is an error."""
+    return sorted((step for step, whole in _step_folders(folder) if whole), reverse=True)
+
+
+def incomplete_steps(folder: Path) -> list[str]:
+    """Names of the folders in which a save or a deletion did not end."""
+    hidden = [name for name in _names(folder) if _HIDDEN.fullmatch(name)]
+    return sorted(hidden + [step_name(step) for step, whole in _step_folders(folder) if not whole])
+
+
+def clear_leftovers(disk: Disk, folder: Path, *, attempt: int, ended: Collection[str]) -> list[str]:
+    """Removes temporary folders of attempts before `attempt` and of the saves in `ended`, and moved or
+    deleted steps.
+
+    A save of this attempt that is still being written by other ranks stays, and so does one of a newer
+    attempt.
+    """
+    removed = []
+    for name in sorted(_names(folder)):
+        found = _HIDDEN.fullmatch(name)
+        if found is None:
+            continue
+        kind, uuid, final = found[2], found[3], folder / step_name(int(found[1]))
+        if kind == "old" and not final.exists():
+            # The crash came between the two renames of a replacement: the older state of the step comes back.
+            disk.rename(folder / name, final)
+        elif kind != "tmp" or int(uuid[:8], 16) < attempt or uuid in ended:
+            disk.remove_tree(folder / name)
+            removed.append(name)
+    return removed
+
+
+def _step_folders(folder: Path) -> list[tuple[int, bool]]:
+    """(step, committed) of every step folder."""
+    steps = [int(found[1]) for name in _names(folder) if (found := _STEP.fullmatch(name))]
+    return [(s, (folder / step_name(s) / MANIFEST).exists()) for s in set(steps)]
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir()]
+    except FileNotFoundError:
+        return []
+    except OSError as fault:
+        raise storage_error(fault, folder) from fault
