@@ -97,7 +97,7 @@ class Verbs(click.Group):
         try:
             # What a verb returns, or gives to ctx.exit, is the exit code.
             code = super().main(args, *rest, **{**options, "standalone_mode": False})
-            _leave(code if isinstance(code, int) else Exit.DONE)
+            _leave(code if isinstance(code, int) and not isinstance(code, bool) else Exit.DONE)
         except click.ClickException as error:
             error.show()
             _leave(error.exit_code)
@@ -144,7 +144,9 @@ def main() -> NoReturn:
 
 def _say(error: SiraraError) -> None:
     head, _, tail = str(error).partition(":")
-    click.echo(click.style(head, fg="red", bold=True, reset=True) + ":" + tail, err=True)
+    if not os.environ.get("NO_COLOR"):
+        head = click.style(head, fg="red", bold=True)
+    click.echo(f"{head}:{tail}", err=True)
 
 
 def _leave(code: int) -> NoReturn:

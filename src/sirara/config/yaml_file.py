@@ -40,6 +40,13 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)
 
 
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # Plain and single-quoted text loses what YAML takes for line ends, such as U+0085.
+    style = None if text.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _text)
 for _kind, _pattern, _first in _RESOLVERS:
     for _class in (_Loader, _Dumper):
         first = [*_first, ""] if _kind == "null" else list(_first)
