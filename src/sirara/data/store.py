@@ -1,0 +1,406 @@
+"""Token store: a folder of raw little-endian token files, document offsets and one JSON index.
+
+    index.json           sizes, dtype, vocabulary, eot id, tokenizer digest, xxh3-128 of every piece
+    tokens-00000.bin     uint16 (uint32 when the vocabulary is larger than 65,536), nothing else
+    documents.bin        int64: first token of every document, then the number of all tokens
+    tokenizer.json       the tokenizer that made the ids
+
+The token files are one stream cut anywhere; every document ends with the end-of-text token. Reading maps
+the files, touches the asked slice only and works beyond 2^32 tokens. A piece is at most 16 MiB of one file.
+"""
+
+import json
+import os
+import shutil
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from sirara.errors import CorruptDataError, DataError, StorageError
+
+FORMAT = "sirara token store"
+VERSION = 1
+INDEX = "index.json"
+DOCUMENTS = "documents.bin"
+TOKENIZER = "tokenizer.json"
+PIECE_BYTES = 16 << 20
+MAPPED_FILES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """One raw file of the store; `hashes` holds 32 hex digits per piece."""
+
+    name: str
+    bytes: int
+    hashes: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreIndex:
+    """What index.json says."""
+
+    dtype: str
+    tokens: int
+    documents: int
+    vocab: int
+    eot: int
+    tokenizer: str
+    """Digest of the tokenizer; empty when the store was made without one."""
+    files: tuple[StoredFile, ...]
+    offsets: StoredFile
+    extra: tuple[StoredFile, ...] = ()
+    """Files beside the stream that `check` verifies: the tokenizer."""
+    origin: dict[str, object] = field(default_factory=dict)
+    """How the store was made: for people, not part of the digest."""
+
+    @property
+    def digest(self) -> str:
+        """Names the content, wherever the store lies: equal digests mean equal tokens and documents."""
+        content = [self.dtype, self.tokens, self.documents, self.vocab, self.eot, self.tokenizer]
+        pieces = [[f.bytes, f.hashes] for f in (*self.files, self.offsets)]
+        return xxhash.xxh3_128_hexdigest(_canonical([content, pieces]))
+
+
+class PieceHasher:
+    """xxh3-128 of every piece of a file that is written bit by bit."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._done: list[str] = []
+        self._open = xxhash.xxh3_128()
+
+    def update(self, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        while view:
+            room = PIECE_BYTES - self.bytes % PIECE_BYTES
+            self._open.update(view[:room])
+            self.bytes += len(view[:room])
+            view = view[room:]
+            if self.bytes % PIECE_BYTES == 0:
+                self._done.append(self._open.hexdigest())
+                self._open = xxhash.xxh3_128()
+
+    def stored(self, name: str) -> StoredFile:
+        last = [self._open.hexdigest()] if self.bytes % PIECE_BYTES else []
+        return StoredFile(name=name, bytes=self.bytes, hashes="".join([*self._done, *last]))
+
+
+class TokenStore:
+    """A store opened for reading; sizes are checked here, hashes by `faults`.  Safe to use from threads."""
+
+    def __init__(self, path: Path, index: StoreIndex) -> None:
+        self.path = path
+        self.index = index
+        self._dtype = np.dtype(index.dtype).newbyteorder("<")
+        ends = np.cumsum([0, *(f.bytes // self._dtype.itemsize for f in index.files)])
+        self._starts: np.ndarray = ends[:-1]
+        self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._lock = threading.Lock()
+        self._offsets: np.ndarray | None = None
+
+    @classmethod
+    def open(cls, path: Path | str) -> "TokenStore":
+        """Raises DataError when `path` is no store, CorruptDataError when files are missing or cut short."""
+        path = Path(path)
+        store = cls(path, read_index(path))
+        for stored in store._all_files():
+            _check_size(path, stored)
+        return store
+
+    @property
+    def tokens(self) -> int:
+        return self.index.tokens
+
+    @property
+    def documents(self) -> int:
+        return self.index.documents
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of the stream, int64."""
+        if not 0 <= start <= stop <= self.tokens:
+            raise DataError(
+                f"tokens [{start}, {stop}) asked of {self.path}, which has {self.tokens}", code="SR301"
+            )
+        out = np.empty(stop - start, dtype=np.int64)
+        number = int(np.searchsorted(self._starts, start, side="right")) - 1
+        at = start
+        while at < stop:
+            mapped = self._map(number)
+            low = at - int(self._starts[number])
+            taken = mapped[low : low + stop - at]
+            out[at - start : at - start + len(taken)] = taken
+            at += len(taken)
+            number += 1
+        if out.size and int(out.max()) >= self.index.vocab:
+            raise self._beyond_vocabulary(start, out)
+        return out
+
+    def document_ids(self, start: int, stop: int) -> np.ndarray:
+        """The number of the document that each of the tokens [start, stop) belongs to, int64."""
+        offsets = self.offsets()
+        first = int(np.searchsorted(offsets, start, side="right")) - 1
+        last = int(np.searchsorted(offsets, max(start, stop - 1), side="right"))
+        bounds = np.clip(offsets[first : last + 1], start, stop)
+        return np.repeat(np.arange(first, first + len(bounds) - 1), np.diff(bounds))
+
+    def offsets(self) -> np.ndarray:
+        """First token of every document, then the number of all tokens; mapped, int64."""
+        if self._offsets is None:
+            self._offsets = np.memmap(self.path / DOCUMENTS, dtype="<i8", mode="r")
+        return self._offsets
+
+    def faults(self) -> Iterator[CorruptDataError | int]:
+        """Reads everything: yields the size of every sound piece and one error per faulty piece or file."""
+        for stored in self._all_files():
+            try:
+                _check_size(self.path, stored)
+            except CorruptDataError as fault:
+                yield fault
+                continue
+            yield from _check_pieces(self.path, stored)
+        yield from self._check_offsets()
+
+    def _all_files(self) -> tuple[StoredFile, ...]:
+        return (*self.index.files, self.index.offsets, *self.index.extra)
+
+    def _map(self, number: int) -> np.ndarray:
+        # A mapped file costs a file descriptor, and a large store has thousands of files.
+        with self._lock:
+            mapped = self._maps.get(number)
+            if mapped is None:
+                stored = self.index.files[number]
+                _check_size(self.path, stored)
+                mapped = np.memmap(self.path / stored.name, dtype=self._dtype, mode="r")
+                self._maps[number] = mapped
+                if len(self._maps) > MAPPED_FILES:
+                    self._maps.popitem(last=False)
+            self._maps.move_to_end(number)
+            return mapped
+
+    def _beyond_vocabulary(self, start: int, tokens: np.ndarray) -> CorruptDataError:
+        at = start + int((tokens >= self.index.vocab).argmax())
+        number = int(np.searchsorted(self._starts, at, side="right")) - 1
+        piece = (at - int(self._starts[number])) * self._dtype.itemsize // PIECE_BYTES
+        return CorruptDataError(
+            f"token {at} of {self.path} is {int(tokens.max())}, beyond its vocabulary of {self.index.vocab}",
+            code="SR354",
+            where=f"{self.path / self.index.files[number].name}, piece {piece}",
+            try_=(f"sirara data check {self.path}", "restore the file from a copy or build the store again"),
+        )
+
+    def _check_offsets(self) -> Iterator[CorruptDataError]:
+        path = self.path / DOCUMENTS
+        if not path.exists() or path.stat().st_size != (self.documents + 1) * 8:
+            return
+        previous = np.int64(0)
+        for low in range(0, self.documents + 1, 1 << 20):
+            part = np.asarray(self.offsets()[low : low + (1 << 20)])
+            steps = np.diff(part, prepend=previous)
+            if (steps[1 if low == 0 else 0 :] <= 0).any() or (low == 0 and part[0] != 0):
+                yield CorruptDataError(
+                    f"the document offsets of {self.path} do not rise from 0",
+                    code="SR355",
+                    where=str(path),
+                    try_=("build the store again",),
+                )
+                return
+            previous = part[-1]
+        if int(previous) != self.tokens:
+            yield CorruptDataError(
+                f"the documents of {self.path} end at token {int(previous)}, the stream at {self.tokens}",
+                code="SR355",
+                where=str(path),
+                try_=("build the store again",),
+            )
+
+
+def read_index(path: Path) -> StoreIndex:
+    """What index.json of the store `path` says, checked against its own digest."""
+    file = path / INDEX
+    try:
+        raw = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        found = "a file" if path.is_file() else "a folder without index.json" if path.is_dir() else "nothing"
+        raise DataError(
+            f"{path} is no token store: there is {found}",
+            code="SR302",
+            try_=(f"sirara data build {path} --input TEXT", "the path of a folder that `data build` made"),
+        ) from None
+    try:
+        parsed = json.loads(raw)
+        if parsed["format"] != FORMAT:
+            raise KeyError("format")
+        version = int(parsed["version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptDataError(
+            f"{file} is not the index of a token store",
+            code="SR351",
+            why=f"{type(error).__name__}: {error}",
+            try_=("restore it from a copy or build the store again",),
+        ) from error
+    if version != VERSION:
+        raise DataError(
+            f"{path} has store version {version}; this Sirara reads version {VERSION}",
+            code="SR303",
+            try_=("a newer Sirara",) if version > VERSION else ("build the store again",),
+        )
+    return _parse_index(file, parsed)
+
+
+def write_index(folder: Path, index: StoreIndex) -> None:
+    """Writes index.json so that it is there whole or not at all."""
+    body = {"format": FORMAT, "version": VERSION, **asdict(index), "digest": index.digest}
+    body["self"] = xxhash.xxh3_128_hexdigest(_canonical(body))
+    write_durably(folder / INDEX, json.dumps(body, indent=1).encode())
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replaces `path` by a file with these bytes, fsynced, in one step."""
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    with open(partial, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def hash_bytes(name: str, data: bytes) -> StoredFile:
+    hasher = PieceHasher()
+    hasher.update(data)
+    return hasher.stored(name)
+
+
+def token_dtype(vocab: int) -> str:
+    return "uint16" if vocab <= 1 << 16 else "uint32"
+
+
+def write_store(
+    folder: Path,
+    documents: Iterable[np.ndarray],
+    *,
+    vocab: int,
+    eot: int,
+    tokenizer: bytes = b"",
+    digest: str = "",
+) -> TokenStore:
+    """A new store of these documents (token ids without the end-of-text token, which is added to each).
+
+    For data that comes as arrays: everything passes through this process. `digest` is the tokenizer's.
+    """
+    if folder.exists():
+        raise DataError(f"{folder} exists already", code="SR304", try_=("another folder", f"rm -r {folder}"))
+    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
+    partial.mkdir(parents=True)
+    dtype = token_dtype(vocab)
+    hasher, offsets = PieceHasher(), [0]
+    try:
+        with open(partial / "tokens-00000.bin", "wb") as file:
+            for document in documents:
+                ids = np.append(document, eot)
+                if ids.min() < 0 or ids.max() >= vocab:
+                    raise DataError(
+                        f"document {len(offsets) - 1} has token ids from {ids.min()} to {ids.max()}",
+                        code="SR305",
+                        why=f"the vocabulary has {vocab}",
+                    )
+                raw = ids.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+                file.write(raw)
+                hasher.update(raw)
+                offsets.append(offsets[-1] + len(ids))
+        raw_offsets = np.array(offsets, dtype="<i8").tobytes()
+        (partial / DOCUMENTS).write_bytes(raw_offsets)
+        if tokenizer:
+            (partial / TOKENIZER).write_bytes(tokenizer)
+        index = StoreIndex(
+            dtype=dtype,
+            tokens=offsets[-1],
+            documents=len(offsets) - 1,
+            vocab=vocab,
+            eot=eot,
+            tokenizer=digest,
+            files=(hasher.stored("tokens-00000.bin"),),
+            offsets=hash_bytes(DOCUMENTS, raw_offsets),
+            extra=(hash_bytes(TOKENIZER, tokenizer),) if tokenizer else (),
+        )
+        write_index(partial, index)
+        os.rename(partial, folder)
+    except OSError as error:
+        raise StorageError(f"cannot write the token store {folder}: {error}", code="SR601") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return TokenStore.open(folder)
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _parse_index(file: Path, parsed: dict[str, Any]) -> StoreIndex:
+    claimed = parsed.pop("self", None)
+    if claimed != xxhash.xxh3_128_hexdigest(_canonical(parsed)):
+        raise CorruptDataError(
+            f"{file} was changed after it was written: its own digest does not match",
+            code="SR352",
+            try_=("restore it from a copy or build the store again",),
+        )
+    fields = {name: value for name, value in parsed.items() if name not in ("format", "version", "digest")}
+    try:
+        fields["files"] = tuple(StoredFile(**stored) for stored in parsed["files"])
+        fields["offsets"] = StoredFile(**parsed["offsets"])
+        fields["extra"] = tuple(StoredFile(**stored) for stored in parsed["extra"])
+        return StoreIndex(**fields)
+    except (KeyError, TypeError) as error:
+        raise CorruptDataError(f"{file} lacks what version {VERSION} needs: {error}", code="SR351") from error
+
+
+def _check_size(folder: Path, stored: StoredFile) -> None:
+    path = folder / stored.name
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        found = -1
+    if found == stored.bytes:
+        return
+    has = "is missing" if found < 0 else f"has {found} bytes instead of {stored.bytes}"
+    piece = max(0, min(found, stored.bytes)) // PIECE_BYTES
+    raise CorruptDataError(
+        f"{path} {has}",
+        code="SR353",
+        where=f"{path}, piece {piece} of {len(stored.hashes) // 32}",
+        try_=("restore the file from a copy or build the store again",),
+    )
+
+
+def _check_pieces(folder: Path, stored: StoredFile) -> Iterator[CorruptDataError | int]:
+    path = folder / stored.name
+    pieces = len(stored.hashes) // 32
+    with open(path, "rb") as file:
+        for piece in range(pieces):
+            data = file.read(PIECE_BYTES)
+            found, wanted = xxhash.xxh3_128_hexdigest(data), stored.hashes[32 * piece : 32 * piece + 32]
+            if found == wanted:
+                yield len(data)
+                continue
+            yield CorruptDataError(
+                f"piece {piece} of {path} is not what was written",
+                code="SR350",
+                where=f"{path}, bytes {piece * PIECE_BYTES} to {piece * PIECE_BYTES + len(data)}",
+                why=f"xxh3-128 {found}, the index says {wanted}",
+                try_=("restore the file from a copy or build the store again",),
+            )
