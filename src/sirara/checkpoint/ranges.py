@@ -54,7 +54,7 @@ class NamedRange:
         want = sum(box.volume for box in self.boxes)
         if self.data.dim() != 1 or not self.data.is_contiguous() or self.data.numel() != want:
             raise InvariantError(
-                f"{self.tensor}: the data of a range is not the {want} elements of its boxes, 1-D and contiguous",
+                f"{self.tensor}: a range needs 1-D contiguous data, the {want} elements of its boxes",
                 why=f"its shape is {tuple(self.data.shape)}, its stride {self.data.stride()}",
             )
 

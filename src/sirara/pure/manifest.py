@@ -1,16 +1,24 @@
 """manifest.json, the commit record: which tensors, in which pieces, in which files, with which hashes.
 
-Columns instead of objects: a million pieces are eight arrays of integers and one hex string, which the
-standard JSON reader opens in well under a second. The last line of the file is a hash of all bytes before
+Columns instead of objects: a million pieces are six arrays of integers and one hex string, which open in
+well under a second. The last line of the file is a hash of all bytes before
 it, because the training record (lr, cursors, seeds) lives here and nowhere else.
 
     {"format":"sirara-checkpoint","version":1,"uuid":...,"run":...,"step":...,"tokens":...,"attempt":...,
      "layout":{...},"versions":{...},"aliases":{...},"record":{...},
      "files":{"name":[...],"bytes":[...],"head":[...],"hash":"..."},
      "tensors":{"name":[...],"dtype":[...],"shape":[[...],...]},
-     "pieces":{"tensor":[...],"offset":[...],"shape":[...],"file":[...],"position":[...],"length":[...],
-               "hash":"..."}
+     "pieces":{
+    "tensor":[...],
+    "offset":[...],
+    "shape":[...],
+    "file":[...],
+    "position":[...],
+    "length":[...],
+    "hash":"..."}
     ,"check":"xxh3-128 of everything before this line"}
+
+Each column of `pieces` stands on a line of its own, so that it can also be read without the JSON parser.
 """
 
 import json
@@ -32,6 +40,8 @@ FORMAT = "sirara-checkpoint"
 VERSION = 1
 HASH_BYTES = 16
 _CHECK = b'\n,"check":"'
+_PIECES = b'"pieces":{\n'
+_COLUMNS = ("tensor", "offset", "shape", "file", "position", "length")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,14 +141,20 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         try:
-            text = json.dumps(self._as_json(), separators=(",", ":"), allow_nan=False)
+            text = json.dumps(self._head(), separators=(",", ":"), allow_nan=False)
         except (TypeError, ValueError) as fault:
             raise InvariantError(f"the record of step {self.step} is not plain JSON: {fault}") from fault
-        body = text[:-1].encode()
+        p = self.pieces
+        columns = (p.tensor, p.offset, p.size, p.file, p.position, p.length)
+        lines = [
+            f'"{name}":[{",".join(map(str, column.tolist()))}],\n'
+            for name, column in zip(_COLUMNS, columns, strict=True)
+        ]
+        lines.append(f'"hash":"{p.hashes.hex()}"}}')
+        body = text[:-1].encode() + b",\n" + _PIECES + "".join(lines).encode()
         return body + _CHECK + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
 
-    def _as_json(self) -> dict[str, object]:
-        p = self.pieces
+    def _head(self) -> dict[str, object]:
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -162,15 +178,6 @@ class Manifest:
                 "dtype": [t.dtype for t in self.tensors],
                 "shape": [list(t.shape) for t in self.tensors],
             },
-            "pieces": {
-                "tensor": p.tensor.tolist(),
-                "offset": p.offset.tolist(),
-                "shape": p.size.tolist(),
-                "file": p.file.tolist(),
-                "position": p.position.tolist(),
-                "length": p.length.tolist(),
-                "hash": p.hashes.hex(),
-            },
         }
 
 
@@ -186,7 +193,7 @@ def parse_manifest(raw: bytes, *, where: str) -> Manifest:
             f"{where} is damaged: its bytes do not match its check", code="SR510", why=f"they hash to {found}"
         )
     try:
-        head = json.loads(body + b"}")
+        head = _loads(body)
         if head["format"] != FORMAT or head["version"] != VERSION:
             raise CheckpointError(
                 f"{where} is in format {head['format']!r} version {head['version']!r}",
@@ -202,6 +209,22 @@ def parse_manifest(raw: bytes, *, where: str) -> Manifest:
         ) from fault
     _check(manifest, where)
     return manifest
+
+
+def _loads(body: bytes) -> dict[str, Any]:
+    """The fields, the pieces' columns as arrays: numpy reads those much faster than json."""
+    head, mark, lines = body.partition(b",\n" + _PIECES)
+    columns: dict[str, Any] = {}
+    for line in lines.split(b"\n") if mark else ():
+        name, _, text = line.partition(b":")
+        key = name.strip(b'"').decode()
+        if key == "hash":
+            columns[key] = text.rstrip(b"}").strip(b'"').decode()
+        elif key in _COLUMNS and text.startswith(b"[") and text.endswith(b"],"):
+            columns[key] = np.fromstring(text[1:-2], np.int64, sep=",")
+    if columns.keys() != {*_COLUMNS, "hash"}:
+        return json.loads(body + b"}")  # another writer's spacing
+    return {**json.loads(head + b"}"), "pieces": columns}
 
 
 def _from_json(head: Mapping[str, Any]) -> Manifest:
@@ -224,12 +247,12 @@ def _from_json(head: Mapping[str, Any]) -> Manifest:
         ),
         tensors=tuple(TensorEntry(name=n, dtype=d, shape=tuple(s)) for n, d, s in per_tensor),
         pieces=Pieces(
-            tensor=np.array(pieces["tensor"], np.int64),
-            offset=np.array(pieces["offset"], np.int64),
-            size=np.array(pieces["shape"], np.int64),
-            file=np.array(pieces["file"], np.int64),
-            position=np.array(pieces["position"], np.int64),
-            length=np.array(pieces["length"], np.int64),
+            tensor=np.asarray(pieces["tensor"], np.int64),
+            offset=np.asarray(pieces["offset"], np.int64),
+            size=np.asarray(pieces["shape"], np.int64),
+            file=np.asarray(pieces["file"], np.int64),
+            position=np.asarray(pieces["position"], np.int64),
+            length=np.asarray(pieces["length"], np.int64),
             hashes=bytes.fromhex(pieces["hash"]),
         ),
     )
