@@ -24,7 +24,7 @@ _PRESET = """\
   vocab: tokenizer              # as many as the tokenizer has; without this line the preset's"""
 
 _STARTER = """\
-# A run of Sirara. Complete, with origins: sirara config show sirara.yaml --origins. All keys: sirara config schema
+# A run of Sirara. All keys: sirara config schema. With origins: sirara config show sirara.yaml --origins
 # Any key can be set for one run: sirara run sirara.yaml train.steps=10
 schema: 1
 name: {name}
