@@ -75,7 +75,7 @@ def init(folder: str, preset: str | None, name: str | None) -> None:
     except FileExistsError as error:
         raise ConfigError(
             f"{path} exists and is left alone",
-            code="SR109",
+            code="SR112",
             try_=["sirara init ANOTHER-FOLDER", f"rm {path}"],
         ) from error
     except OSError as error:
@@ -99,7 +99,7 @@ def starter(*, name: str, preset: str | None = None) -> str:
         near = difflib.get_close_matches(preset, PRESETS, n=3, cutoff=0.4)
         raise ConfigError(
             f"there is no preset {preset!r}",
-            code="SR109",
+            code="SR112",
             where="--preset",
             why=f"presets are {', '.join(PRESETS)}",
             try_=[f"--preset {word}" for word in near],

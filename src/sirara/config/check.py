@@ -48,7 +48,7 @@ def runs_now(config: "RunConfig") -> None:
         value = value_of(config, key)
         if not runs(value):
             raise ConfigError(
-                f"{key}={_yaml(value)} does not run yet", code="SR110", where=key, try_=[f"works now: {now}"]
+                f"{key}={_yaml(value)} does not run yet", code="SR120", where=key, try_=[f"works now: {now}"]
             )
 
 

@@ -282,8 +282,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        check.values_fit(self)
         check.runs_now(self)
+        check.values_fit(self)
         return self
 
 
