@@ -4,7 +4,7 @@
 # make test-long  the full parity matrix and the long fault campaigns
 # make check      ruff, pyright, import-linter
 # make format     let ruff rewrite what `check` would complain about
-# make clean      remove .venv and caches, never runs
+# make clean      remove .venv, caches and what the demo made, never runs
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
@@ -48,5 +48,5 @@ test-long: setup
 	$(BIN)/pytest -q -m long --timeout 3600 tests
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) demo build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
