@@ -29,10 +29,10 @@ def expendable(
         raise InvariantError(f"step {newest} is not committed and verified: nothing may be deleted")
     past = sorted((s for s in committed if s <= newest), reverse=True)
     last = [s for s in past if s in verified][: max(1, keep_last)]
-    kept = {newest, *last, *(s for s in past if keep_every and s % keep_every == 0)}
-    # What is newer than the oldest kept one but not verified may still be the only copy of its steps: it
-    # goes later.
-    return sorted(s for s in past if s not in kept and s < last[-1])
+    # An unverified step takes no place from a good one, and goes only when enough good ones are newer.
+    if len(last) < keep_last:
+        return []
+    return sorted(s for s in past if s < last[-1] and not (keep_every and s % keep_every == 0))
 
 
 def mark_verified(disk: Disk, folder: Path, *, uuid: str, bytes_read: int) -> None:

@@ -68,9 +68,9 @@ def scrub_pieces(snapshot: Snapshot) -> Iterator[Fault]:
                 yield Fault(file=entry.name, what=f"its first {entry.head} bytes do not match their hash")
             for i in order[bounds[f] : bounds[f + 1]].tolist():
                 if not _matches(fd, path, int(p.position[i]), int(p.length[i]), p.hash(i)):
-                    fault = snapshot.fault(i, "its bytes do not match their hash")
                     name = m.tensors[int(p.tensor[i])].name
-                    yield Fault(file=entry.name, what=f"{fault.where}", tensor=name, box=str(m.box(i)))
+                    what = f"bytes {p.position[i]} to {p.position[i] + p.length[i]} do not match their hash"
+                    yield Fault(file=entry.name, what=what, tensor=name, box=str(m.box(i)))
         finally:
             os.close(fd)
 
