@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from sirara.errors import DataError
 
@@ -107,7 +107,6 @@ class PartReader:
         part = self.part
         with _opened(part.file.path) as file:
             start, stop = _bounds(file, part, _TEXT_CUT)
-            file.seek(start)
             raw = file.read() if part.file.bytes == stop else file.read(stop - start)
         self.lines = raw.count(b"\n")
         try:
@@ -115,15 +114,18 @@ class PartReader:
         except UnicodeDecodeError as error:
             line = raw.count(b"\n", 0, error.start) + 1
             yield Fault(line=line, reason=_not_utf8(raw, error, start), whole=True)
-            return
-        yield Document(text=text, ends=stop >= part.file.bytes)
+            if start == 0:
+                return
+            # Earlier parts of the text are documents' beginnings already: they need an end.
+            text = ""
+        if start < stop or part.start == 0:
+            yield Document(text=text, ends=stop >= part.file.bytes)
 
     def _json_lines(self) -> Iterator[Document | Fault]:
         part = self.part
         with _opened(part.file.path) as file:
             at, stop = _bounds(file, part, _LINE_END)
             whole_file = stop >= part.file.bytes
-            file.seek(at)
             while whole_file or at < stop:
                 raw = file.readline(MAX_LINE_BYTES)
                 if not raw:
@@ -247,18 +249,53 @@ def _opened(path: str) -> IO[bytes]:
     if path.endswith(".gz"):
         return cast("IO[bytes]", gzip.open(path, "rb"))
     if path.endswith(".zst"):
-        if zstandard is None:
-            raise DataError(f"reading {path} needs zstandard", code="SR323")
-        stream = zstandard.ZstdDecompressor().stream_reader(open(path, "rb"), read_across_frames=True)  # noqa: SIM115
-        return cast("IO[bytes]", io.BufferedReader(cast("io.RawIOBase", stream), 1 << 20))
+        return cast("IO[bytes]", io.BufferedReader(_ZstdFile(path), 1 << 20))
     return open(path, "rb")
 
 
+class _ZstdFile(io.RawIOBase):
+    """All frames of a .zst file; a file that ends inside a frame is an error, which the library hides."""
+
+    def __init__(self, path: str) -> None:
+        if zstandard is None:
+            raise DataError(f"reading {path} needs zstandard", code="SR323")
+        self._library = zstandard.ZstdDecompressor()
+        self._frame = self._library.decompressobj()
+        self._in_frame = False
+        self._file = open(path, "rb")  # noqa: SIM115 - closed with this object
+        self._input = b""
+        self._output = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            self._input = self._input or self._file.read(1 << 17)
+            if not self._input:
+                if self._in_frame:
+                    raise EOFError("it ends in the middle of a frame")
+                return 0
+            self._output = memoryview(self._frame.decompress(self._input))
+            self._in_frame, self._input = not self._frame.eof, self._frame.unused_data
+            if self._frame.eof:
+                self._frame = self._library.decompressobj()
+        size = min(len(buffer), len(self._output))
+        buffer[:size], self._output = self._output[:size], self._output[size:]
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def _bounds(file: IO[bytes], part: Part, cut: re.Pattern[bytes]) -> tuple[int, int]:
-    """The part's real borders: the first cut at or after each planned one."""
+    """The part's real borders, the first cut at or after each planned one; the file stands at the first."""
     if part.start == 0 and part.stop == part.file.bytes:
         return 0, part.stop
-    return _next_cut(file, part.start, part.file.bytes, cut), _next_cut(file, part.stop, part.file.bytes, cut)
+    start, stop = (_next_cut(file, at, part.file.bytes, cut) for at in (part.start, part.stop))
+    file.seek(start)
+    return start, stop
 
 
 def _next_cut(file: IO[bytes], at: int, size: int, cut: re.Pattern[bytes]) -> int:

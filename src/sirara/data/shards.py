@@ -165,9 +165,6 @@ class _Maker:
             if found.whole or len(self.faults) < MAX_FAULTS:
                 fault = ShardFault(part=number, line=found.line, reason=found.reason, whole=found.whole)
                 self.faults.append(fault)
-            if found.whole and part.start > 0 and part.stop == part.file.bytes:
-                # The earlier parts of this text are in the stream already.
-                self._add_document(Document(text=""), part, write)
         self.lines.append(reader.lines)
 
     def record(self, ends: bytes) -> ShardRecord:

@@ -109,11 +109,15 @@ class TokenStore:
     @classmethod
     def open(cls, path: Path | str) -> "TokenStore":
         """Raises DataError when `path` is no store, CorruptDataError when files are missing or cut short."""
-        path = Path(path)
-        store = cls(path, read_index(path))
+        store = cls.unchecked(path)
         for stored in store._all_files():
-            _check_size(path, stored)
+            _check_size(store.path, stored)
         return store
+
+    @classmethod
+    def unchecked(cls, path: Path | str) -> "TokenStore":
+        """The same without a look at the files, for `faults` to find all that is wrong."""
+        return cls(Path(path), read_index(Path(path)))
 
     @property
     def tokens(self) -> int:

@@ -41,7 +41,7 @@ class TextTokenizer:
     """
 
     def __init__(
-        self, raw: bytes, *, name: str, end_token: str | None = None, folder: Path | None = None
+        self, raw: bytes, *, name: str, end_token: str | int | None = None, folder: Path | None = None
     ) -> None:
         self.raw = raw
         self.name = name
@@ -58,8 +58,11 @@ class TextTokenizer:
         self.eot = ids[self.end_token]
 
     @classmethod
-    def load(cls, path: Path, *, end_token: str | None = None) -> "TextTokenizer":
-        """From a tokenizer.json or a folder with one.  Raises DataError naming the file."""
+    def load(cls, path: Path, *, end_token: str | int | None = None) -> "TextTokenizer":
+        """From a tokenizer.json or a folder with one.  Raises DataError naming the file.
+
+        `end_token` is the token that ends a document, or its id; None: what the tokenizer calls so.
+        """
         file = tokenizer_file(path)
         return cls(read_tokenizer(file), name=str(file), end_token=end_token, folder=file.parent)
 
@@ -198,8 +201,10 @@ def _parse(raw: bytes, name: str) -> Tokenizer:
         raise DataError(f"{name} is not a tokenizer.json: {error}", code="SR311") from error
 
 
-def _end_token(ids: dict[str, int], name: str, wanted: str | None, folder: Path | None) -> str:
-    candidates = [wanted] if wanted else [*_configured_end_token(folder), *KNOWN_END_TOKENS]
+def _end_token(ids: dict[str, int], name: str, wanted: str | int | None, folder: Path | None) -> str:
+    if isinstance(wanted, int):
+        wanted = next((token for token, number in ids.items() if number == wanted), str(wanted))
+    candidates = [wanted] if wanted is not None else [*_configured_end_token(folder), *KNOWN_END_TOKENS]
     for candidate in candidates:
         if candidate in ids:
             return candidate
