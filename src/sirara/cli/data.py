@@ -15,7 +15,7 @@ from rich.progress import Progress as Bar
 from sirara.cli.options import json_option, say_json
 from sirara.data.build_plan import BuildPlan, TokenizerChoice, plan_build
 from sirara.data.store import TOKENIZER, TokenStore
-from sirara.data.tokenise import BuildReport, Progress, build, skipped_text
+from sirara.data.tokenise import BuildReport, Progress, build, is_built, skipped_text
 from sirara.data.tokenizer import TextTokenizer
 from sirara.errors import CorruptDataError, Exit
 
@@ -197,6 +197,7 @@ def _say_plan(plan: BuildPlan, as_json: bool) -> None:
         "passed_over": len(plan.passed_over),
         "tokenizer": str(plan.choice),
         "continues": plan.building.exists(),
+        "is_there": is_built(plan),
     }
     if as_json:
         say_json({**facts, "dry_run": True})
@@ -231,6 +232,10 @@ def _say_report(plan: BuildPlan, report: BuildReport, as_json: bool) -> None:
     if not report.fresh:
         click.echo(f"{store.path} is there already, made from the same text by the same tokenizer")
         return
+    if plan.choice.train_bpe and store.index.vocab < plan.choice.train_bpe:
+        click.echo(
+            f"the text has pairs for {store.index.vocab} of the {plan.choice.train_bpe} tokens", err=True
+        )
     speed = plan.bytes / max(report.elapsed_s, 1e-9)
     click.echo(
         f"{store.path}: {store.tokens:,} tokens in {store.documents:,} documents, vocabulary "

@@ -71,6 +71,19 @@ class BuildReport:
         return skipped_text(self.store)
 
 
+def is_built(plan: BuildPlan) -> bool:
+    """Whether the store is there already.  Raises DataError when something else is."""
+    if _is_made_by(plan, plan.out):
+        return True
+    if plan.out.exists() and not (plan.out.is_dir() and not any(plan.out.iterdir())):
+        raise DataError(
+            f"{plan.out} exists already and was not made from this input by this tokenizer",
+            code="SR334",
+            try_=("another folder for the store", f"rm -r {plan.out}"),
+        )
+    return False
+
+
 def skipped_text(store: TokenStore) -> list[str]:
     file = store.path / SKIPPED
     return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
@@ -89,17 +102,11 @@ def build(
     finished stays in the building folder for the same command again.
     """
     begun = time.monotonic()
-    if _is_built(plan.out, plan):
+    if is_built(plan):
         return BuildReport(store=TokenStore.open(plan.out), fresh=False, kept_shards=0, elapsed_s=0.0)
-    if plan.out.exists() and not (plan.out.is_dir() and not any(plan.out.iterdir())):
-        raise DataError(
-            f"{plan.out} exists already and was not made from this input by this tokenizer",
-            code="SR334",
-            try_=("another folder for the store", f"rm -r {plan.out}"),
-        )
     kept = 0
     with _building_folder(plan):
-        if not _is_built(plan.building, plan):
+        if not _is_made_by(plan, plan.building):
             kept = _Build(plan, skip_unreadable, on_progress).run(workers or _usable_cores())
         _publish(plan)
     elapsed_s = time.monotonic() - begun
@@ -286,7 +293,7 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _is_built(folder: Path, plan: BuildPlan) -> bool:
+def _is_made_by(plan: BuildPlan, folder: Path) -> bool:
     return (folder / INDEX).exists() and read_index(folder).origin.get("plan") == plan.digest
 
 
