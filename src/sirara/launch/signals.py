@@ -1,0 +1,157 @@
+"""What a worker is asked while it trains, and whether anybody still wants it.
+
+Signal handlers only set flags; the training loop asks `Requests()` once per step boundary, on every rank, and
+combines the answers of all ranks, so one signal to one rank stops them all at the same step.
+
+    SIGTERM SIGINT SIGHUP, control/stop    "stop": save, then leave
+    SIGUSR1, control/save                  "save"
+    SIGUSR2                                stacks of all threads at once, even out of a blocked call
+    (faulthandler) a second SIGTERM or SIGINT             dies at once (without an agent; an agent decides for
+    its workers)
+
+A worker whose agent is gone must not go on beside the run that is resumed in its place: the kernel kills it
+(PR_SET_PDEATHSIG), and each step looks at its parent as well, in case the kernel could not.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from sirara.config.run_folder import RunFolder
+from sirara.errors import InvariantError
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SAVE_SIGNAL = signal.SIGUSR1
+DUMP_SIGNAL = signal.SIGUSR2
+# Schedulers signal every process of a job and agents pass signals on: both copies are one wish.
+SECOND_AFTER_S = 1.0
+FENCE_EVERY_S = 2.0
+ORPHAN_EXIT = 128 + signal.SIGKILL
+PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger("sirara.launch")
+
+
+class Requests:
+    """Callable that the training loop polls: "" | "save" | "stop".  A call is also the sign of life of this
+    worker.
+
+    Args:    attempt: the attempt that this worker belongs to; rank 0 raises RunBusyError once a newer one
+    owns the run.
+             agent: pid of the agent that started this worker, None if it has none.
+             leave: ends the process when the agent is gone.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        *,
+        attempt: int,
+        rank: int,
+        agent: int | None,
+        clock: Callable[[], float] = time.monotonic,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._rank = rank
+        self._agent = agent
+        self._clock = clock
+        self._leave = leave
+        self._stop_since: float | None = None
+        self._save = False
+        self._fence_at = clock() + FENCE_EVERY_S
+        self.polls = 0
+        self.last_poll = clock()
+
+    def __call__(self) -> str:
+        self.polls += 1
+        self.last_poll = now = self._clock()
+        if self._agent is not None and os.getppid() != self._agent:
+            log.error("the agent (process %d) is gone: this worker ends at once", self._agent)
+            self._leave(ORPHAN_EXIT)
+        if self._rank == 0:
+            self._read_control()
+            if now >= self._fence_at:
+                self._fence_at = now + FENCE_EVERY_S
+                self._run.check_attempt(self._attempt)
+        if self._stop_since is not None:
+            return "stop"
+        asked, self._save = "save" if self._save else "", False
+        return asked
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handlers are in place inside; only the main thread may enter.  A SIGHUP that is ignored stays
+        ignored.
+
+        Afterwards the wishes are ignored: the work is done, and a late signal must not turn its exit code
+        into a death.
+        """
+        caught = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        for number in caught:
+            signal.signal(number, self._on_stop)
+        signal.signal(SAVE_SIGNAL, self._on_save)
+        # The agent starts workers with these blocked, so that a wish of the first second is not lost.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        try:
+            yield
+        finally:
+            for number in (*caught, SAVE_SIGNAL):
+                signal.signal(number, signal.SIG_IGN)
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        now = self._clock()
+        if self._stop_since is None:
+            self._stop_since = now
+        elif self._agent is None and now - self._stop_since >= SECOND_AFTER_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _on_save(self, number: int, frame: FrameType | None) -> None:
+        self._save = True
+
+    def _read_control(self) -> None:
+        if _take(self._run, "stop"):
+            self._stop_since = self._stop_since or self._clock()
+        if _take(self._run, "save"):
+            self._save = True
+
+
+def request(run: RunFolder, what: str) -> None:
+    """Asks the workers of a run to "save" or to "stop" at their next step boundary."""
+    (run.control / what).touch()
+
+
+def is_requested(run: RunFolder, what: str) -> bool:
+    """Whether a request lies in the run folder that no worker has taken yet."""
+    return (run.control / what).exists()
+
+
+def die_with_parent(parent: int) -> None:
+    """Lets the kernel kill this process when `parent` dies.
+
+    Raises:  InvariantError when the parent is gone already.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        log.warning(
+            "the kernel refuses PR_SET_PDEATHSIG (errno %d): workers look at their parent per step",
+            ctypes.get_errno(),
+        )
+    # The parent may have died before the call above.
+    if os.getppid() != parent:
+        raise InvariantError(f"the agent (process {parent}) ended while this worker started", code="SR910")
+
+
+def _take(run: RunFolder, what: str) -> bool:
+    try:
+        (run.control / what).unlink()
+    except FileNotFoundError:
+        return False
+    return True
