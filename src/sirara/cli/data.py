@@ -210,9 +210,11 @@ def _say_plan(plan: BuildPlan, as_json: bool) -> None:
     if plan.passed_over:
         click.echo(f"would pass   {len(plan.passed_over)} files with other endings")
     click.echo(f"tokenizer    {plan.choice}")
-    click.echo(
-        f"would write  {plan.out}" + (", going on with an earlier build" if facts["continues"] else "")
-    )
+    if facts["is_there"]:
+        click.echo(f"is there     {plan.out}, made from the same text by the same tokenizer")
+        return
+    goes_on = ", going on with an earlier build" if facts["continues"] else ""
+    click.echo(f"would write  {plan.out}{goes_on}")
 
 
 def _say_report(plan: BuildPlan, report: BuildReport, as_json: bool) -> None:

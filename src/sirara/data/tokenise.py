@@ -203,14 +203,16 @@ class _Build:
     def _add(self, shard: Shard, record: ShardRecord, *, tokens_open: int) -> None:
         lost = [fault for fault in record.faults if fault.whole]
         if lost and not self.skip_unreadable:
+            file = shard.parts[lost[0].part].file
+            other_field = ("--field NAME when the text is in another column",) if file.kind == "rows" else ()
             raise DataError(
-                f"{shard.parts[lost[0].part].file.path} cannot be read: {lost[0].reason}",
+                f"{file.path} cannot be read: {lost[0].reason}",
                 code="SR333",
                 where=", ".join(f"{shard.parts[fault.part].file.path}:{fault.line}" for fault in lost[:5]),
                 try_=(
-                    "convert or remove it and run again: finished shards are kept",
-                    "--field NAME when the text is under another name",
+                    *other_field,
                     "--skip-unreadable to go on without such files",
+                    "convert or remove it and run again: finished shards are kept",
                 ),
             )
         self.records[shard.number] = record
