@@ -21,6 +21,7 @@ KNOWN_END_TOKENS = (
     "<|end_of_text|>",
     "</s>",
     "<eos>",
+    "<EOT>",
     "<｜end▁of▁sentence｜>",
     "<|eos|>",
     "[EOS]",
@@ -54,7 +55,8 @@ class TextTokenizer:
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab = max(ids.values(), default=-1) + 1
-        self.end_token = _end_token(ids, name, end_token, folder)
+        special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        self.end_token = _end_token(ids, special, name, end_token, folder)
         self.eot = ids[self.end_token]
 
     @classmethod
@@ -201,20 +203,21 @@ def _parse(raw: bytes, name: str) -> Tokenizer:
         raise DataError(f"{name} is not a tokenizer.json: {error}", code="SR311") from error
 
 
-def _end_token(ids: dict[str, int], name: str, wanted: str | int | None, folder: Path | None) -> str:
+def _end_token(
+    ids: dict[str, int], special: list[str], name: str, wanted: str | int | None, folder: Path | None
+) -> str:
     if isinstance(wanted, int):
         wanted = next((token for token, number in ids.items() if number == wanted), str(wanted))
     candidates = [wanted] if wanted is not None else [*_configured_end_token(folder), *KNOWN_END_TOKENS]
     for candidate in candidates:
         if candidate in ids:
             return candidate
-    special = sorted(token for token in ids if token.startswith(("<", "[")) and token.endswith((">", "]")))
     raise DataError(
         f"{name} has no token {wanted!r}"
         if wanted
         else f"{name} has no end-of-text token that is known here",
         code="SR313",
-        why=f"tokens that look special: {' '.join(special[:12]) or 'none'}",
+        why=f"its special tokens: {' '.join(special[:12]) or 'none'}",
         try_=("--end-token TOKEN with the token that ends a document",),
     )
 
