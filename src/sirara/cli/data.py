@@ -76,8 +76,12 @@ def build_command(
     if dry_run:
         _say_plan(plan, as_json)
         return
-    with _Shown(plan) as shown:
-        report = build(plan, workers=workers, skip_unreadable=skip_unreadable, on_progress=shown)
+    try:
+        with _Shown(plan) as shown:
+            report = build(plan, workers=workers, skip_unreadable=skip_unreadable, on_progress=shown)
+    except KeyboardInterrupt:
+        click.echo("interrupted; the same command goes on with the finished shards", err=True)
+        raise
     _say_report(plan, report, as_json)
 
 

@@ -52,7 +52,7 @@ def tokenizer_of(data: DataConfig) -> tuple[Path | None, int]:
 def open_sources(data: DataConfig, *, vocab: int | None = None) -> list[OpenSource]:
     """The stores of data.train.
 
-    Raises ConfigError when they do not fit each other, data.tokenizer or a model of `vocab` tokens.
+    Raises ConfigError when they do not fit each other, data.eval, data.tokenizer or the model's `vocab`.
     """
     stores = [TokenStore.open(given.path) for given in data.train]
     seen: Counter[str] = Counter()
@@ -67,7 +67,7 @@ def open_sources(data: DataConfig, *, vocab: int | None = None) -> list[OpenSour
         source = Source(id=f"{digest}#{seen[digest]}", name=str(given.path), tokens=store.tokens)
         seen[digest] += 1
         opened.append(OpenSource(source=source, store=store, weight=given.weight))
-    _check_tokenizers(data, stores)
+    _check_tokenizers(data, [*stores, *(TokenStore.open(given.path) for given in data.eval)])
     return opened
 
 

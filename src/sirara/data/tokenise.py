@@ -124,6 +124,7 @@ class _Build:
         self.skip_unreadable = skip_unreadable
         self.on_progress = on_progress
         self.done_bytes = 0
+        self.kept_tokens = 0
         self.records: dict[int, ShardRecord] = {}
 
     def run(self, workers: int) -> int:
@@ -133,7 +134,8 @@ class _Build:
         for shard in shards:
             record = finished_shard(self.folder, shard)
             if record:
-                self._add(shard, record, tokens_open=0)
+                self.kept_tokens += record.tokens.bytes // np.dtype(token_dtype(tokenizer.vocab)).itemsize
+                self._add(shard, record, made=0)
         kept = len(self.records)
         missing = [shard for shard in shards if shard.number not in self.records]
         if workers > 1 and len(missing) > 1:
@@ -172,9 +174,9 @@ class _Build:
         return tokenizer
 
     def _here(self, shards: list[Shard], tokenizer: TextTokenizer) -> None:
+        made = _Counter(lambda tokens: self._report("tokenising", tokens))
         for shard in shards:
-            made = _Counter(lambda tokens: self._report("tokenising", tokens))
-            self._add(shard, make_shard(self.folder, shard, tokenizer, made), tokens_open=0)
+            self._add(shard, make_shard(self.folder, shard, tokenizer, made), made=made.tokens)
 
     def _in_processes(self, shards: list[Shard], tokenizer: TextTokenizer, workers: int) -> None:
         # spawn: forking a process that runs threads (progress bars, tokenizers) can deadlock.
@@ -187,7 +189,7 @@ class _Build:
             while running:
                 done, _ = wait(running, timeout=POLL_S, return_when=FIRST_COMPLETED)
                 for future in done:
-                    self._add(running.pop(future), _finished(future), tokens_open=made.value)
+                    self._add(running.pop(future), _finished(future), made=made.value)
                 self._report("tokenising", made.value)
         except BrokenProcessPool as error:
             raise DataError(
@@ -200,7 +202,7 @@ class _Build:
             stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _add(self, shard: Shard, record: ShardRecord, *, tokens_open: int) -> None:
+    def _add(self, shard: Shard, record: ShardRecord, *, made: int) -> None:
         lost = [fault for fault in record.faults if fault.whole]
         if lost and not self.skip_unreadable:
             file = shard.parts[lost[0].part].file
@@ -217,19 +219,23 @@ class _Build:
             )
         self.records[shard.number] = record
         self.done_bytes += shard.bytes
-        self._report("tokenising", tokens_open)
+        self._report("tokenising", made)
 
-    def _report(self, phase: str, tokens: int) -> None:
-        self.on_progress(
-            Progress(phase=phase, done_bytes=self.done_bytes, total_bytes=self.plan.bytes, tokens=tokens)
+    def _report(self, phase: str, made: int) -> None:
+        now = Progress(
+            phase=phase,
+            done_bytes=self.done_bytes,
+            total_bytes=self.plan.bytes,
+            tokens=self.kept_tokens + made,
         )
+        self.on_progress(now)
 
     def _join(self, shards: list[Shard], tokenizer: TextTokenizer) -> None:
         """Writes what the whole store needs and removes what only the building needed."""
-        self._report("joining", 0)
         records = [self.records[shard.number] for shard in shards]
         size = np.dtype(token_dtype(tokenizer.vocab)).itemsize
         tokens = sum(record.tokens.bytes for record in records) // size
+        self._report("joining", tokens - self.kept_tokens)
         skipped = _skipped_lines(shards, records)
         if not tokens:
             raise DataError(

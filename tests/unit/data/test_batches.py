@@ -245,6 +245,9 @@ def test_a_state_of_another_tokenizer_is_refused(tmp_path):
         batches_of(tmp_path / "b", state=state, first=0)
     with pytest.raises(ConfigError, match="made by another tokenizer"):
         batches_of(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(ConfigError, match="made by another tokenizer"):
+        given = config(tmp_path / "a", eval=[{"path": str(tmp_path / "b")}])
+        Batches(given, seed=1, micro_batch=1)
 
 
 def test_a_damaged_state_is_refused(two):

@@ -217,7 +217,7 @@ def test_any_world_size_reads_the_same_global_batch(tokens, weights, first, worl
     assert [by_rank[b, n] for b in range(batches) for n in range(micro)] == whole
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     tokens=STREAMS,
     before=WEIGHTS,
