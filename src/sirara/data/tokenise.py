@@ -105,10 +105,18 @@ def build(
     if is_built(plan):
         return BuildReport(store=TokenStore.open(plan.out), fresh=False, kept_shards=0, elapsed_s=0.0)
     kept = 0
-    with _building_folder(plan):
-        if not _is_made_by(plan, plan.building):
-            kept = _Build(plan, skip_unreadable, on_progress).run(workers or _usable_cores())
-        _publish(plan)
+    try:
+        with _building_folder(plan):
+            if not _is_made_by(plan, plan.building):
+                kept = _Build(plan, skip_unreadable, on_progress).run(workers or _usable_cores())
+            _publish(plan)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write the store {plan.out}: {error.strerror or error}",
+            code="SR603",
+            where=str(error.filename or plan.building),
+            try_=("make room or choose another folder", "the same command again: finished shards are kept"),
+        ) from error
     elapsed_s = time.monotonic() - begun
     return BuildReport(store=TokenStore.open(plan.out), fresh=True, kept_shards=kept, elapsed_s=elapsed_s)
 
@@ -231,7 +239,7 @@ class _Build:
         self.on_progress(now)
 
     def _join(self, shards: list[Shard], tokenizer: TextTokenizer) -> None:
-        """Writes what the whole store needs and removes what only the building needed."""
+        """Writes what the whole store needs beside the tokens; the index last."""
         records = [self.records[shard.number] for shard in shards]
         size = np.dtype(token_dtype(tokenizer.vocab)).itemsize
         tokens = sum(record.tokens.bytes for record in records) // size
@@ -271,7 +279,6 @@ class _Build:
             },
         )
         write_index(self.folder, index)
-        _remove_others(self.folder, index)
 
 
 class _Counter:
@@ -308,11 +315,8 @@ def _is_made_by(plan: BuildPlan, folder: Path) -> bool:
 @contextmanager
 def _building_folder(plan: BuildPlan) -> Iterator[None]:
     """The building folder, locked: the lock is on the folder itself and ends with this process."""
-    try:
-        plan.building.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(plan.building, os.O_RDONLY)
-    except OSError as error:
-        raise StorageError(f"cannot make {plan.building}: {error.strerror}", code="SR603") from error
+    plan.building.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(plan.building, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -372,19 +376,13 @@ def _write_offsets(folder: Path, records: list[ShardRecord], tokens: int, token_
     return hasher.stored(DOCUMENTS)
 
 
-def _remove_others(folder: Path, index: StoreIndex) -> None:
+def _publish(plan: BuildPlan) -> None:
+    """Removes what only the building needed and gives the folder its name."""
+    folder, index = plan.building, read_index(plan.building)
     kept = {INDEX, *(stored.name for stored in (*index.files, index.offsets, *index.extra))}
     for file in folder.iterdir():
         if file.name not in kept:
             file.unlink()
-
-
-def _publish(plan: BuildPlan) -> None:
-    try:
-        sync_folder(plan.building)
-        os.rename(plan.building, plan.out)
-        sync_folder(plan.out.parent)
-    except OSError as error:
-        raise StorageError(
-            f"cannot rename {plan.building} to {plan.out}: {error.strerror}", code="SR603"
-        ) from error
+    sync_folder(folder)
+    os.rename(folder, plan.out)
+    sync_folder(plan.out.parent)

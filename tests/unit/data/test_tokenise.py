@@ -244,6 +244,29 @@ def test_a_disk_that_takes_no_more_is_a_storage_error_that_keeps_what_is_done(tm
     assert build(plan_of(tmp_path, texts), workers=1).fresh
 
 
+def test_a_build_killed_before_the_rename_leaves_nothing_of_the_building_in_the_store(
+    tmp_path, small_shards, monkeypatch
+):
+    texts = write_texts(tmp_path / "in")
+    whole = build(plan_of(tmp_path, texts, BYTES, "whole"), workers=1).store
+
+    def killed(plan):
+        raise Interrupted
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(tokenise, "_publish", killed)
+        build(plan_of(tmp_path, texts), workers=1)
+    assert list((tmp_path / ".store.building").glob("*.part"))
+    assert contents(build(plan_of(tmp_path, texts), workers=1).store.path) == contents(whole.path)
+
+
+def test_a_store_that_cannot_be_put_in_its_place_is_a_storage_error(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(StorageError, match="cannot write the store"):
+        build(plan_build(tmp_path / "file" / "store", [tmp_path / "a.txt"], BYTES), workers=1)
+
+
 def test_a_tokenizer_file_is_kept_as_it_is(tmp_path):
     texts = write_texts(tmp_path / "in")
     (tmp_path / "tokenizer.json").write_bytes(byte_tokenizer())
