@@ -23,7 +23,7 @@ from pathlib import Path
 from sirara.config.run_folder import RunFolder
 from sirara.errors import CommError, ConfigError, Exit
 from sirara.events import JsonLines
-from sirara.launch.crash import exit_code_of
+from sirara.launch.crash import AttemptFailed, exit_code_of
 from sirara.launch.worker import Seat, work
 
 
@@ -39,7 +39,7 @@ class Ending:
 
 
 def agent(path, nproc, max_restarts=0, stop_grace_s=60.0):
-    from sirara.launch.supervise import AttemptFailed, Crew, supervise
+    from sirara.launch.supervise import Crew, supervise
 
     run = RunFolder(path)
 

@@ -96,7 +96,7 @@ def test_a_run_of_two_workers_ends_with_0_and_one_record(job):
     assert code == 0, err
     result = json.loads(out.splitlines()[-1])
     assert (result["reason"], result["step"], result["loss_hex"]) == ("done", 5, (1.5).hex())
-    assert [e["kind"] for e in read(job.run.events)] == ["start", "done"]
+    assert [e["kind"] for e in read(job.run.events)] == ["start", "end"]
     assert not any((job.run.path / "crash").iterdir())
 
 
@@ -190,7 +190,7 @@ def test_a_signal_to_the_agent_saves_at_a_step_boundary_and_leaves_with_75(job, 
     result = json.loads(out)
     assert result["reason"] == "stopped"
     assert job.run.committed_steps() == [result["step"]]
-    assert read(job.run.events)[-1]["kind"] == "stop"
+    assert read(job.run.events)[-1]["reason"] == "stopped"
 
 
 def test_a_signal_to_one_rank_stops_all(job):
@@ -271,7 +271,7 @@ def test_a_process_alone_saves_on_sigterm_and_leaves_with_75(job):
     process.terminate()
     code, _, err = job.ends(process)
     assert code == 75, err
-    assert read(job.run.events)[-1]["kind"] == "stop"
+    assert read(job.run.events)[-1]["reason"] == "stopped"
 
 
 def test_a_process_alone_dies_by_the_second_signal(job):

@@ -26,6 +26,15 @@ TRACE_LINES = 40
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 
 
+class AttemptFailed(SiraraError):
+    """The workers failed and are not started again: `what` is the whole report, `exit_status` may be
+    128+n."""
+
+    def __init__(self, report: str, *, exit_status: int) -> None:
+        super().__init__(report, code="SR720")
+        self.exit_status = exit_status
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """How one rank ended.  `code` is its exit code, -n when signal n killed it."""
@@ -75,6 +84,9 @@ def report_failure(run: RunFolder, *, attempt: int, rank: int, error: BaseExcept
 
 
 def exit_code_of(error: BaseException) -> int:
+    """What a process ends with because of an error."""
+    if isinstance(error, AttemptFailed):
+        return error.exit_status
     return int(error.exit_code) if isinstance(error, SiraraError) else int(Exit.USER_CODE)
 
 

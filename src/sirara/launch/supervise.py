@@ -28,9 +28,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from sirara.config.run_folder import RunFolder
-from sirara.errors import Exit, SiraraError
+from sirara.errors import Exit
 from sirara.events import JsonLines, Record
-from sirara.launch.crash import Failure, collect, explain, root_cause
+from sirara.launch.crash import AttemptFailed, Failure, collect, explain, root_cause
 from sirara.launch.logs import agent_logs
 from sirara.launch.restart import Lost, decide
 from sirara.launch.signals import DUMP_SIGNAL, SECOND_AFTER_S, STOP_SIGNALS, is_requested
@@ -44,15 +44,6 @@ LAST_WORDS_S = 1.0
 # Elastic catches these signals itself unless told otherwise; SIGQUIT stays its own.
 ELASTIC_SIGNALS = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
 LOOPBACK = "127.0.0.1"
-
-
-class AttemptFailed(SiraraError):
-    """The workers failed and are not started again: `what` is the whole report, `exit_status` may be
-    128+n."""
-
-    def __init__(self, report: str, *, exit_status: int) -> None:
-        super().__init__(report, code="SR720")
-        self.exit_status = exit_status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

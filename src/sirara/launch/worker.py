@@ -3,9 +3,8 @@
 The training itself is handed in, so this file knows neither torch nor the model:
 
     work(seat, entry)   logs -> recorded as a process of the attempt -> bound to its agent -> watchdog
-                        outcome = entry(requests)                              requests(): polled at step
-                        boundaries rank 0 writes the event "done" or "stop", durably      an error: report,
-                        event, raised on
+                        outcome = entry(requests)            requests(): polled at step boundaries
+                        rank 0 writes the event "end"        an error: report, event, raised on
 """
 
 import contextlib
@@ -27,7 +26,8 @@ from sirara.launch.watchdog import Watchdog
 # Whoever started this process shows the error on the console: the agent, or the command line.
 file_log = logging.getLogger(FILE_ONLY)
 
-ENDINGS = {"done": "done", "stopped": "stop"}  # reason of an outcome -> kind of its event
+END = "end"
+"""Kind of the event by which rank 0 says that the work of an attempt is over; it holds the whole Result."""
 
 
 class Outcome(Protocol):
@@ -98,7 +98,7 @@ def work(seat: Seat, entry: Callable[[Callable[[], str]], Outcome]) -> Result:
                 outcome = entry(requests)
             result = _result(seat, outcome)
             if seat.rank == 0:
-                _append_event(seat, {"kind": ENDINGS[outcome.reason], **result.as_record()})
+                _append_event(seat, {"kind": END, **result.as_record()})
         except BaseException as error:
             _tell(seat, report_failure(seat.run, attempt=seat.attempt, rank=seat.rank, error=error))
             file_log.error("%s", error, exc_info=error)
@@ -110,7 +110,7 @@ def result_of(run: RunFolder, attempt: int) -> Result | None:
     """The record that rank 0 has left of a finished attempt, None if it has not."""
     found: Record | None = None
     for event in read(run.events):
-        if event.get("kind") in ENDINGS.values() and event.get("attempt") == attempt and "loss_hex" in event:
+        if event.get("kind") == END and event.get("attempt") == attempt:
             found = event
     return Result(**{name: found.get(name) for name in Result.__slots__}) if found else None  # type: ignore[arg-type]
 

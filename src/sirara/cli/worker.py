@@ -1,0 +1,64 @@
+"""`sirara worker`: one training process; started by `run` and `resume`, by hand only to debug one."""
+
+import os
+import sys
+from collections.abc import Callable
+
+import click
+
+from sirara.config.load import load
+from sirara.config.run_folder import RunFolder
+from sirara.launch.crash import exit_code_of
+from sirara.launch.worker import Outcome, Result, Seat, work
+
+
+@click.command(hidden=True)
+@click.argument("run_path", metavar="RUN")
+@click.option("--attempt", type=int, required=True)
+@click.option("--agent", type=int, required=True, help="Process id of the agent; the worker ends with it.")
+@click.option(
+    "--resume/--fresh", required=True, help="Continue from the newest checkpoint, or start at step 0."
+)
+def worker(run_path: str, attempt: int, agent: int, resume: bool) -> None:
+    """Train as one rank of an attempt; RANK and WORLD_SIZE say which."""
+    run = RunFolder(run_path)
+    seat = Seat(
+        run=run,
+        attempt=attempt,
+        rank=int(os.environ["RANK"]),
+        world=int(os.environ["WORLD_SIZE"]),
+        agent=agent,
+        supervised=True,
+        hang_timeout_s=load(attempt_config(run, attempt)).config.launch.hang_timeout,
+    )
+    try:
+        train_here(seat, resume=resume)
+    except BaseException as error:  # noqa: BLE001 - the report is written; threads of a broken run must not hold the exit
+        leave(exit_code_of(error))
+
+
+def train_here(seat: Seat, *, resume: bool) -> Result:
+    """Trains in this process, as the rank that `seat` says."""
+
+    def entry(requests: Callable[[], str]) -> Outcome:
+        import torch
+
+        from sirara.train.loop import train
+
+        torch.set_num_threads(int(seat.run.record()["threads"]))
+        config = load(attempt_config(seat.run, seat.attempt)).config
+        return train(config, seat.run, attempt=seat.attempt, resume=resume, requests=requests)
+
+    return work(seat, entry)
+
+
+def attempt_config(run: RunFolder, attempt: int) -> str:
+    """The configuration that every rank of an attempt reads, whatever a later resume makes of the run's."""
+    return str(run.logs(attempt) / "config.yaml")
+
+
+def leave(code: int) -> None:
+    """Ends the process without waiting for threads or destructors of a group that is broken."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,133 @@
+"""Wishes reach the loop once, from signals and from the run folder, and only rank 0 reads the folder."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sirara.config.run_folder import RunFolder
+from sirara.errors import RunBusyError
+from sirara.launch.signals import FENCE_EVERY_S, ORPHAN_EXIT, Requests, is_requested, request
+
+
+@dataclass(frozen=True)
+class Named:
+    run_dir: Path
+    name: str = "demo"
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunFolder.create(Named(tmp_path), "")
+    run.begin_attempt()
+    return run
+
+
+@pytest.fixture
+def handlers():
+    """Signal handlers and mask of this process, restored."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def requests_of(run, **options):
+    return Requests(run, attempt=1, **{"rank": 0, "agent": None, **options})
+
+
+def test_nothing_is_asked_at_first(run):
+    assert requests_of(run)() == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_signal_is_a_stop_at_every_later_step(run, handlers, number):
+    asked = requests_of(run, rank=1)
+    with asked.installed():
+        os.kill(os.getpid(), number)
+        assert [asked(), asked()] == ["stop", "stop"]
+
+
+def test_a_save_signal_is_one_save(run, handlers):
+    asked = requests_of(run, rank=1)
+    with asked.installed():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert [asked(), asked()] == ["save", ""]
+
+
+def test_an_ignored_hangup_stays_ignored(run, handlers):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    asked = requests_of(run)
+    with asked.installed():
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert asked() == ""
+
+
+def test_a_signal_that_came_before_the_handlers_is_not_lost(run, handlers):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    os.kill(os.getpid(), signal.SIGTERM)
+    asked = requests_of(run)
+    with asked.installed():
+        assert asked() == "stop"
+
+
+def test_a_signal_after_the_work_does_not_kill(run, handlers):
+    with requests_of(run).installed():
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_requests_in_the_folder_are_taken_once_by_rank_0(run):
+    zero, one = requests_of(run), requests_of(run, rank=1)
+    request(run, "save")
+    assert one() == "" and is_requested(run, "save")
+    assert [zero(), zero()] == ["save", ""]
+    request(run, "stop")
+    assert [zero(), zero()] == ["stop", "stop"]
+    assert not is_requested(run, "stop")
+
+
+def test_a_poll_is_a_sign_of_life(run):
+    now = [5.0]
+    asked = requests_of(run, clock=lambda: now[0])
+    now[0] = 9.0
+    asked()
+    assert (asked.polls, asked.last_poll) == (1, 9.0)
+
+
+def test_rank_0_notices_that_a_newer_attempt_owns_the_run(run):
+    now = [0.0]
+    asked = requests_of(run, clock=lambda: now[0])
+    run.begin_attempt()
+    asked()
+    now[0] = FENCE_EVERY_S
+    with pytest.raises(RunBusyError, match="attempt 2 owns the run"):
+        asked()
+
+
+def test_a_worker_without_its_agent_leaves(run):
+    left = []
+    requests_of(run, agent=os.getppid(), leave=left.append)()
+    assert left == []
+    requests_of(run, agent=os.getppid() + 1, leave=left.append)()
+    assert left == [ORPHAN_EXIT]
+
+
+BINDING = """
+import os, sys
+from sirara.launch.signals import die_with_parent
+die_with_parent(os.getppid() + int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("off", "code"), [(0, 0), (1, 1)])
+def test_binding_to_a_parent_that_is_gone_is_refused(off, code):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", BINDING, str(off)], env=env, capture_output=True, text=True)
+    assert done.returncode == code
+    assert ("ended while this worker started" in done.stderr) == bool(off)
