@@ -113,7 +113,9 @@ class Peer:
         total = 0.0
         for n, (tokens, targets) in enumerate(batches):
             last = n == len(batches) - 1
-            autocast = torch.autocast("cpu", torch.bfloat16) if self.precision == "autocast" else nullcontext()
+            autocast = (
+                torch.autocast("cpu", torch.bfloat16) if self.precision == "autocast" else nullcontext()
+            )
             with self.no_sync(last), autocast:
                 loss = self.wrapped(tokens, targets)
                 # DDP and FSDP2 average over ranks, so the sum over ranks is restored here.

@@ -42,12 +42,29 @@ CASES = {
     "exact-bf16": (2, 1, 8, "bf16", "fast", False),
 }
 NEEDED = {
-    "one-fp32": 1.0, "one-fp32-8": 1.0, "one-bf16": 1.05, "one-bf16-8": 1.05, "ddp-fp32": 1.0, "ddp-fp32-8": 1.0,
-    "ddp-bf16": 1.1, "ddp-bf16-8": 1.1, "fsdp2-fp32": 1.12, "fsdp2-fp32-8": 1.12, "fsdp2-bf16": 1.1,
-    "fsdp2-bf16-8": 1.1, "exact-fp32": 0.95, "exact-bf16": 0.95,
+    "one-fp32": 1.0,
+    "one-fp32-8": 1.0,
+    "one-bf16": 1.05,
+    "one-bf16-8": 1.05,
+    "ddp-fp32": 1.0,
+    "ddp-fp32-8": 1.0,
+    "ddp-bf16": 1.1,
+    "ddp-bf16-8": 1.1,
+    "fsdp2-fp32": 1.12,
+    "fsdp2-fp32-8": 1.12,
+    "fsdp2-bf16": 1.1,
+    "fsdp2-bf16-8": 1.1,
+    "exact-fp32": 0.95,
+    "exact-bf16": 0.95,
 }
-MEMORY = {"ours-zero1-fp32": ("ours", "fp32"), "ddp-fp32": ("ddp", "fp32"), "fsdp2-fp32": ("fsdp2", "fp32"),
-          "ours-zero1-bf16": ("ours", "bf16"), "ddp-bf16": ("ddp", "bf16"), "fsdp2-bf16": ("fsdp2", "bf16")}
+MEMORY = {
+    "ours-zero1-fp32": ("ours", "fp32"),
+    "ddp-fp32": ("ddp", "fp32"),
+    "fsdp2-fp32": ("fsdp2", "fp32"),
+    "ours-zero1-bf16": ("ours", "bf16"),
+    "ddp-bf16": ("ddp", "bf16"),
+    "fsdp2-bf16": ("fsdp2", "bf16"),
+}
 
 
 # ---- inside a worker
@@ -58,7 +75,9 @@ class Ours:
 
     def __init__(self, ranks, microbatches, precision, *, compile, fast):
         import torch
-        from sirara.comm import World, world_comm
+        from benchmarks import peers
+
+        from sirara.comm.world import World, world_comm
         from sirara.model.decoder import Decoder
         from sirara.parallel.parallelize import Layout, parallelize
         from sirara.parallel.stage import Inputs
@@ -68,18 +87,26 @@ class Ours:
         from sirara.train.precision import precision_of
         from sirara.train.step import Step
 
-        from benchmarks import peers
-
         rank = int(os.environ.get("RANK", 0))
         world = World(rank=rank, size=ranks, local_rank=rank, local_size=ranks, node=0)
         comm = world_comm(world, timeout_s=120)
         kind = precision_of("bf16" if precision == "autocast" else precision)
         self.deal = deal(microbatches * ranks, ranks)
-        shape = ModelShape(family="llama", layers=peers.LAYERS, hidden=peers.HIDDEN, heads=peers.HEADS, ffn=peers.FFN,
-                           vocab=peers.VOCAB, max_seq=peers.SEQ, tie_embeddings=False)
+        shape = ModelShape(
+            family="llama",
+            layers=peers.LAYERS,
+            hidden=peers.HIDDEN,
+            heads=peers.HEADS,
+            ffn=peers.FFN,
+            vocab=peers.VOCAB,
+            max_seq=peers.SEQ,
+            tie_embeddings=False,
+        )
         specs = unit_specs(shape)
         model = Decoder(shape, device="meta", dtype=kind.weights)
-        layout = Layout(zero=1, deal=self.deal, weights=kind.weights, sums=kind.sums, compile=compile, fast=fast)
+        layout = Layout(
+            zero=1, deal=self.deal, weights=kind.weights, sums=kind.sums, compile=compile, fast=fast
+        )
         stage = parallelize(model, specs, layout, comm=comm, device=torch.device("cpu"))
         stage.zero.initialise(lambda spec, a, b: torch.from_numpy(init_slice(spec, 0, a, b)))
         optimizer = AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -114,18 +141,22 @@ def make_side(side, ranks, microbatches, precision, compile):
 def worker(spec):
     import torch
     import torch.distributed as dist
-
     from benchmarks.peers import SEQ, VOCAB
 
-    ranks, threads, microbatches, precision, compile = (spec[k] for k in
-                                                        ("ranks", "threads", "microbatches", "precision", "compile"))
+    ranks, threads, microbatches, precision, compile = (
+        spec[k] for k in ("ranks", "threads", "microbatches", "precision", "compile")
+    )
     torch.set_num_threads(threads)
     if ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{spec['store']}", rank=int(os.environ["RANK"]), world_size=ranks)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{spec['store']}", rank=int(os.environ["RANK"]), world_size=ranks
+        )
     generator = torch.Generator().manual_seed(int(os.environ.get("RANK", 0)))
+
     def fresh():
         tokens = torch.randint(VOCAB, (MICRO, SEQ + 1), generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
     batches = [fresh() for _ in range(microbatches)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     sides = [make_side(side, ranks, microbatches, precision, compile) for side in spec["sides"]]
@@ -143,7 +174,12 @@ def worker(spec):
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if int(os.environ.get("RANK", 0)) == 0:
         tokens = ranks * microbatches * MICRO * SEQ
-        print("RESULT " + json.dumps({"tokens": tokens, "times": times, "rss_mib": peak / 1024, "rss_start_mib": before / 1024}))
+        print(
+            "RESULT "
+            + json.dumps(
+                {"tokens": tokens, "times": times, "rss_mib": peak / 1024, "rss_start_mib": before / 1024}
+            )
+        )
     if ranks > 1:
         dist.destroy_process_group()
     sys.stdout.flush()
@@ -153,11 +189,16 @@ def worker(spec):
 def matmul_limit():
     """Tokens per second if a step were its matmuls alone, timed one by one here: one process of 1 and 2 threads."""
     import torch
-
     from benchmarks.peers import FFN, HIDDEN, LAYERS, SEQ, VOCAB
 
     tokens, out = MICRO * SEQ, {}
-    shapes = [(3 * HIDDEN, HIDDEN, LAYERS), (HIDDEN, HIDDEN, LAYERS), (2 * FFN, HIDDEN, LAYERS), (HIDDEN, FFN, LAYERS), (VOCAB, HIDDEN, 1)]
+    shapes = [
+        (3 * HIDDEN, HIDDEN, LAYERS),
+        (HIDDEN, HIDDEN, LAYERS),
+        (2 * FFN, HIDDEN, LAYERS),
+        (HIDDEN, FFN, LAYERS),
+        (VOCAB, HIDDEN, 1),
+    ]
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -184,7 +225,12 @@ def launch(spec, threads):
     text = json.dumps(spec | {"store": str(store)})
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": f"{REPO}:{REPO / 'src'}"}
     processes = [
-        subprocess.Popen([sys.executable, "-W", "ignore", __file__, "--worker", text], env=env | {"RANK": str(r)}, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__, "--worker", text],
+            env=env | {"RANK": str(r)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for r in range(ranks)
     ]
     outputs = [p.communicate()[0] for p in processes]
@@ -201,7 +247,9 @@ def quartiles(values):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--json", type=Path)
@@ -213,31 +261,64 @@ def main():
     limit = launch({"limit": True}, 2)
     report = {"limit_tokens_per_s": limit, "cases": {}, "memory_mib": {}}
     print("matmul limit, tokens/s: " + "  ".join(f"{k} thread(s) {v:.0f}" for k, v in limit.items()))
-    print(f"{'case':20} {'ours tok/s':>10} {'peer tok/s':>10} {'ratio':>6} {'quartiles':>14} {'needed':>7} {'of limit':>9}")
+    print(
+        f"{'case':20} {'ours tok/s':>10} {'peer tok/s':>10} {'ratio':>6} {'quartiles':>14} {'needed':>7} {'of limit':>9}"
+    )
     for name, (ranks, threads, microbatches, precision, peer, compile) in CASES.items():
         if args.only is not None and name not in args.only:
             continue
-        spec = {"ranks": ranks, "threads": threads, "microbatches": microbatches, "precision": precision,
-                "compile": compile, "sides": ["ours", peer], "pairs": args.pairs, "warm": 2}
+        spec = {
+            "ranks": ranks,
+            "threads": threads,
+            "microbatches": microbatches,
+            "precision": precision,
+            "compile": compile,
+            "sides": ["ours", peer],
+            "pairs": args.pairs,
+            "warm": 2,
+        }
         got = launch(spec, threads)
         ours, theirs = got["times"]
         lower, middle, upper = quartiles([b / a for a, b in zip(ours, theirs, strict=True)])
         rate, peer_rate = (got["tokens"] / statistics.median(t) for t in (ours, theirs))
         share = rate / (limit[f"{'fp32' if precision == 'fp32' else 'bf16'}-{threads}"] * ranks)
         needed = NEEDED.get(name)
-        report["cases"][name] = {"ours": rate, "peer": peer_rate, "ratio": middle, "lower": lower, "upper": upper,
-                                 "needed": needed, "share_of_limit": share, "peer_name": peer}
+        report["cases"][name] = {
+            "ours": rate,
+            "peer": peer_rate,
+            "ratio": middle,
+            "lower": lower,
+            "upper": upper,
+            "needed": needed,
+            "share_of_limit": share,
+            "peer_name": peer,
+        }
         verdict = "" if needed is None else f"{needed:.2f} {'ok' if lower >= needed else 'NO'}"
-        print(f"{name:20} {rate:10.0f} {peer_rate:10.0f} {middle:6.3f} {lower:6.3f}-{upper:6.3f} {verdict:>8} {share:8.0%}", flush=True)
+        print(
+            f"{name:20} {rate:10.0f} {peer_rate:10.0f} {middle:6.3f} {lower:6.3f}-{upper:6.3f} {verdict:>8} {share:8.0%}",
+            flush=True,
+        )
     if args.only is None or "memory" in args.only:
         for name, (side, precision) in MEMORY.items():
-            spec = {"ranks": 2, "threads": 1, "microbatches": 1, "precision": precision, "compile": False, "sides": [side],
-                    "pairs": 4, "warm": 1}
+            spec = {
+                "ranks": 2,
+                "threads": 1,
+                "microbatches": 1,
+                "precision": precision,
+                "compile": False,
+                "sides": [side],
+                "pairs": 4,
+                "warm": 1,
+            }
             got = launch(spec, 1)
             report["memory_mib"][name] = got["rss_mib"]
-            print(f"peak RSS {name:18} {got['rss_mib']:7.0f} MiB  ({got['rss_start_mib']:.0f} before the model)", flush=True)
+            print(
+                f"peak RSS {name:18} {got['rss_mib']:7.0f} MiB  ({got['rss_start_mib']:.0f} before the model)",
+                flush=True,
+            )
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
+    return None
 
 
 if __name__ == "__main__":

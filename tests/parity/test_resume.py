@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from sirara.comm import World
+
+from sirara.comm.world import World
 from sirara.config.load import load
 from sirara.config.run_folder import RunFolder
 from sirara.data.store import write_store
 from sirara.errors import CheckpointError
 from sirara.train.own_loop import Trainer
-
 from tests.harness import run_ranks
 
 VOCAB, STEPS, CUT = 67, 5, 2
@@ -35,8 +35,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(home: Path, store: Path, **changes: Any) -> dict[str, Any]:
     return {
-        "home": str(home), "store": str(store), "precision": "fp32", "optimizer": "adamw", "dropout": 0.1,
-        "family": "llama", "tie": True,
+        "home": str(home),
+        "store": str(store),
+        "precision": "fp32",
+        "optimizer": "adamw",
+        "dropout": 0.1,
+        "family": "llama",
+        "tie": True,
     } | changes
 
 
@@ -82,8 +87,13 @@ def part(given: dict[str, Any], zero: int, resume: bool, until: int, attempt: in
             result = trainer.train_step()
             losses.append((trainer.step, result.loss.hex(), result.grad_norm.hex()))
         digest = str(trainer.save())
-        return {"from": restored, "losses": losses, "digest": digest, "grade": str(trainer.grade),
-                "samples": trainer.batches.ids_digest(trainer.state.counters.samples, 24)}
+        return {
+            "from": restored,
+            "losses": losses,
+            "digest": digest,
+            "grade": str(trainer.grade),
+            "samples": trainer.batches.ids_digest(trainer.state.counters.samples, 24),
+        }
     finally:
         trainer.batches.close()
 
@@ -127,10 +137,17 @@ def test_every_layout_and_its_resume_in_another_has_the_bits_of_one_process(
     assert (second["from"], second["grade"]) == (CUT, "exact")
 
 
-@pytest.mark.parametrize("changes", [
-    {"precision": "bf16"}, {"precision": "fp64", "tie": False}, {"optimizer": "lion", "precision": "bf16"},
-    {"family": "gpt2"}, {"family": "bloom"}, {"family": "qwen3", "dropout": 0.0},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "bf16"},
+        {"precision": "fp64", "tie": False},
+        {"optimizer": "lion", "precision": "bf16"},
+        {"family": "gpt2"},
+        {"family": "bloom"},
+        {"family": "qwen3", "dropout": 0.0},
+    ],
+)
 def test_other_precisions_optimizers_and_families_resume_exactly(
     changes: dict[str, Any], store: Path, oracle: Any, tmp_path: Path
 ) -> None:
@@ -183,7 +200,9 @@ class _Withholding:
 
 
 @pytest.mark.parametrize("what", ["weights", "exp_avg", "exp_avg_sq", "updates", "samples"])
-def test_a_resume_without_one_of_its_items_is_noticed(what: str, store: Path, oracle: Any, tmp_path: Path) -> None:
+def test_a_resume_without_one_of_its_items_is_noticed(
+    what: str, store: Path, oracle: Any, tmp_path: Path
+) -> None:
     given = settings(tmp_path, store)
     begin(tmp_path)
     on(1, given, 1, False, CUT)

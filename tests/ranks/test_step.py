@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+
 from sirara.checkpoint.digest import Digest, digest_of
-from sirara.comm import World, world_comm
+from sirara.comm.world import World, world_comm
 from sirara.parallel.parallelize import Layout, parallelize
 from sirara.parallel.stage import Inputs
 from sirara.pure.families import init_slice
@@ -16,7 +17,6 @@ from sirara.pure.tree import deal
 from sirara.train.optim import make_optimizer
 from sirara.train.precision import precision_of
 from sirara.train.step import Step
-
 from tests.harness import run_ranks
 from tests.toy import LENGTH, VOCAB, Toy, specs
 
@@ -32,19 +32,27 @@ def batch(step: int, i: int) -> Inputs:
     return Inputs(tokens_BL=tokens[:, :-1].contiguous(), targets_BL=targets, positions_BL=positions)
 
 
-def train(zero: int, block: Any, precision: str, tied: bool, optimizer: str, poison: int | None = None,
-          microbatches: int = MICROBATCHES) -> list[Any]:
+def train(
+    zero: int,
+    block: Any,
+    precision: str,
+    tied: bool,
+    optimizer: str,
+    poison: int | None = None,
+    microbatches: int = MICROBATCHES,
+    direct: bool = True,
+) -> list[Any]:
     """Losses, norms and the final digest of a few steps on the ranks of the current group."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = World(rank=rank, size=size, local_rank=rank, local_size=size, node=0)
-    comm = world_comm(world, timeout_s=20)
+    comm = world_comm(world, timeout_s=20, direct=direct)
     kind = precision_of(precision)
     dealt = deal(microbatches, size, block)
     layout = Layout(zero=zero, deal=dealt, weights=kind.weights, sums=kind.sums)
     table = specs(tied=tied)
     stage = parallelize(Toy(), table, layout, comm=comm, device=torch.device("cpu"))
-    stage.zero.initialise(lambda spec, a, b: init_slice(spec, 7, a, b))
+    stage.zero.initialise(lambda spec, a, b: torch.from_numpy(init_slice(spec, 7, a, b)))
     optim = make_optimizer(name=optimizer, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     for flat in stage.zero.groups:
         flat.state = {name: torch.zeros_like(flat.master_U) for name in optim.state_names}
@@ -60,7 +68,9 @@ def train(zero: int, block: Any, precision: str, tied: bool, optimizer: str, poi
                 spoil(gradient)
         result = step.finish(losses, valid_targets=valid, lr=1e-2, update=update + 1, request=rank)
         update += not result.skipped
-        out.append((result.loss.hex(), result.grad_norm.hex(), result.bad_parameter, result.request - (size - 1)))
+        out.append(
+            (result.loss.hex(), result.grad_norm.hex(), result.bad_parameter, result.request - (size - 1))
+        )
     stage.zero.wait_all()
     out.append(str(state_digest(stage.zero, comm)))
     return out
@@ -88,12 +98,16 @@ def state_digest(zero: Any, comm: Any) -> Digest:
         for piece in flat.group.pieces(*flat.shard):
             at = piece.flat - flat.shard[0]
             for suffix, tensor in tensors.items():
-                parts.append((piece.tensor.name + suffix, piece.start, tensor[at : at + piece.stop - piece.start]))
+                parts.append(
+                    (piece.tensor.name + suffix, piece.start, tensor[at : at + piece.stop - piece.start])
+                )
     return Digest.from_rows(comm.gather_rows("digest", digest_of(parts).as_int64()))
 
 
 @lru_cache
-def oracle(precision: str, tied: bool, optimizer: str, poison: int | None = None, microbatches: int = 12) -> list[Any]:
+def oracle(
+    precision: str, tied: bool, optimizer: str, poison: int | None = None, microbatches: int = 12
+) -> list[Any]:
     return train(0, 1, precision, tied, optimizer, poison, microbatches)
 
 
@@ -114,8 +128,9 @@ def test_bits_are_those_of_one_process_in_other_precisions(precision: str, zero:
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 7, 11])
-def test_ranks_without_a_block_add_nothing(microbatches: int) -> None:
-    for values in run_ranks(4, train, 1, 1, "fp32", True, "adamw", None, microbatches):
+@pytest.mark.parametrize("direct", [True, False])
+def test_ranks_without_a_block_add_nothing(microbatches: int, direct: bool) -> None:
+    for values in run_ranks(4, train, 1, 1, "fp32", True, "adamw", None, microbatches, direct):
         assert values == oracle("fp32", True, "adamw", None, microbatches)
 
 
@@ -125,6 +140,12 @@ def test_a_non_finite_gradient_is_named_and_changes_nothing(zero: int) -> None:
     assert expected[1][2] == "b0.mix.weight" and expected[0][2] is None
     for values in run_ranks(2, train, zero, "auto", "bf16", True, "adamw", 1):
         assert values == expected
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_way_between_ranks_does_not_change_bits(zero: int) -> None:
+    for values in run_ranks(3, train, zero, 1, "bf16", True, "adamw", None, MICROBATCHES, False):
+        assert values == oracle("bf16", True, "adamw")
 
 
 def test_the_block_size_does_not_change_one_process() -> None:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from sirara.comm import Comm
+from sirara.comm.group import Comm
 from sirara.parallel.stage import Stage
 from sirara.parallel.zero import Zero
 from sirara.pure.families import UnitSpec
@@ -51,8 +51,15 @@ def parallelize(
     """The model as one stage of flat groups, ready to be initialised or loaded."""
     units = model.units()
     zero = Zero(
-        units, flat_groups(specs), comm=comm, deal=layout.deal, stage=layout.zero, dtype=layout.weights,
-        sum_dtype=layout.sums, device=device, fast=layout.fast,
+        units,
+        flat_groups(specs),
+        comm=comm,
+        deal=layout.deal,
+        stage=layout.zero,
+        dtype=layout.weights,
+        sum_dtype=layout.sums,
+        device=device,
+        fast=layout.fast,
     )
     if layout.compile:
         # In place: names of submodules and parameters stay what they are, so checkpoints do too.

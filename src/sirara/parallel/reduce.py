@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sirara.comm import Comm, Transfer
+from sirara.comm.group import Comm, Transfer
 from sirara.pure.groups import Group
 from sirara.pure.tree import Deal
 
@@ -127,8 +127,18 @@ class GradientSum:
            tag: tells the exchanges of different uses apart; the same on all ranks.
     """
 
-    def __init__(self, name: str, group: Group, *, comm: Comm, deal: Deal, leaf_dtype: torch.dtype,
-                 dtype: torch.dtype, pool: Pool, tag: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        group: Group,
+        *,
+        comm: Comm,
+        deal: Deal,
+        leaf_dtype: torch.dtype,
+        dtype: torch.dtype,
+        pool: Pool,
+        tag: int,
+    ) -> None:
         self.name, self.group, self.comm, self.deal, self.tag = name, group, comm, deal, tag
         self.shard_numel = group.shard_numel(comm.size)
         self.numel = self.shard_numel * comm.size
@@ -209,7 +219,9 @@ class GradientSum:
             if peer != rank:
                 self.shard.push(self.deal.k, done.received[peer], owned=True)
             elif done.partial is not None:
-                self.shard.push(self.deal.k, done.partial.tensor[rank * part : (rank + 1) * part], owned=False)
+                self.shard.push(
+                    self.deal.k, done.partial.tensor[rank * part : (rank + 1) * part], owned=False
+                )
         self.shard.settle()
         if done.partial is not None:
             self.pool.give(done.partial.tensor)
@@ -227,7 +239,11 @@ class FastSum(GradientSum):
                 target.zero_() if grad is None else target.copy_(grad)
             self.local.push(0, buffer, owned=True)
             return
-        used = [(t, g) for t, g in zip(self._views(self.local.entries[0].tensor), grads, strict=True) if g is not None]
+        used = [
+            (t, g)
+            for t, g in zip(self._views(self.local.entries[0].tensor), grads, strict=True)
+            if g is not None
+        ]
         torch._foreach_add_([t for t, _ in used], [g for _, g in used])
 
     def join_last_round(self) -> None:

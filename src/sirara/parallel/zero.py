@@ -14,11 +14,10 @@ Shape letters: P elements of the padded group, S = P / dp elements of a shard, U
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import nn
 
-from sirara.comm import Comm, Transfer
+from sirara.comm.group import Comm, Transfer
 from sirara.errors import InvariantError
 from sirara.parallel.reduce import FastSum, GradientSum, Pool
 from sirara.pure.families import TensorSpec
@@ -26,7 +25,8 @@ from sirara.pure.groups import Group
 from sirara.pure.tree import Deal
 
 Tensor = torch.Tensor
-InitSlice = Callable[[TensorSpec, int, int], "np.ndarray"]
+InitSlice = Callable[[TensorSpec, int, int], Tensor]
+"""(tensor, start, stop) -> its initial elements [start, stop), 1-D, of any float dtype."""
 
 
 @dataclass(slots=True)
@@ -60,8 +60,19 @@ class Zero:
            stage: ZeRO stage 0 or 1.  dtype: of weights.  sum_dtype: of gradient sums and masters.
     """
 
-    def __init__(self, units: Sequence[nn.Module], groups: Sequence[Group], *, comm: Comm, deal: Deal, stage: int,
-                 dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device, fast: bool) -> None:
+    def __init__(
+        self,
+        units: Sequence[nn.Module],
+        groups: Sequence[Group],
+        *,
+        comm: Comm,
+        deal: Deal,
+        stage: int,
+        dtype: torch.dtype,
+        sum_dtype: torch.dtype,
+        device: torch.device,
+        fast: bool,
+    ) -> None:
         if stage not in (0, 1):
             raise InvariantError(f"ZeRO stage {stage} does not run yet: configuration must refuse it")
         self.comm, self.stage, self.pool, self.sum_dtype = comm, stage, Pool(device), sum_dtype
@@ -79,8 +90,16 @@ class Zero:
                 master_U = master_U.to(sum_dtype)
             make = FastSum if fast else GradientSum
             sums = [
-                make(f"{group.name}#{n}" if n else group.name, group, comm=comm, deal=deal, leaf_dtype=dtype,
-                     dtype=sum_dtype, pool=self.pool, tag=tag + n)
+                make(
+                    f"{group.name}#{n}" if n else group.name,
+                    group,
+                    comm=comm,
+                    deal=deal,
+                    leaf_dtype=dtype,
+                    dtype=sum_dtype,
+                    pool=self.pool,
+                    tag=tag + n,
+                )
                 for n in range(len(group.uses))
             ]
             tag += len(sums)
@@ -104,7 +123,7 @@ class Zero:
         """Draws this rank's shard of every weight and publishes it; no rank draws what another one owns."""
         for flat in self.groups:
             for piece in flat.group.pieces(*flat.shard):
-                values = torch.from_numpy(np.ascontiguousarray(init_slice(piece.tensor, piece.start, piece.stop)))
+                values = init_slice(piece.tensor, piece.start, piece.stop)
                 stop = piece.flat + piece.stop - piece.start
                 flat.weights_P[piece.flat : stop].copy_(values)
                 if flat.has_master:
@@ -122,14 +141,18 @@ class Zero:
     def share_loaded(self) -> None:
         """After every rank filled its shards of weights and masters: completes what the stage holds in full."""
         for n, flat in enumerate(self.groups):
-            self.comm.all_gather_shards(f"publish {flat.group.name}", flat.weights_P, tag=self.publish_tag + n).wait()
+            self.comm.all_gather_shards(
+                f"publish {flat.group.name}", flat.weights_P, tag=self.publish_tag + n
+            ).wait()
             if flat.has_master and not self.stage:
                 self.comm.all_gather_shards(
                     f"masters {flat.group.name}", flat.master_U, tag=self.publish_tag + n
                 ).wait()
             if not self.stage:
                 for name, tensor_U in flat.state.items():
-                    self.comm.all_gather_shards(f"{name} {flat.group.name}", tensor_U, tag=self.publish_tag + n).wait()
+                    self.comm.all_gather_shards(
+                        f"{name} {flat.group.name}", tensor_U, tag=self.publish_tag + n
+                    ).wait()
 
     def shard_of(self, flat: FlatGroup, tensor_U: Tensor) -> Tensor:
         """The part of an updated-range tensor (master, optimizer state) that this rank owns and saves."""
@@ -157,12 +180,16 @@ class Zero:
 
     def reduce(self) -> list[Tensor]:
         """Per group the shard [S] of the step's gradient, summed over uses; give it back with `release`."""
-        for flat in reversed(self.groups):
-            for gradient in flat.sums:
-                gradient.join_last_round()
+        # A rank that had no microbatch has not waited for its weights yet, and others wait until it takes theirs.
+        self.wait_all()
+        # The order in which backward reaches them: exchanges are begun and waited for in one order on all ranks.
+        uses = [(index, use) for routes in reversed(self._routes) for index, use, _ in routes]
+        for index, use in uses:
+            self.groups[index].sums[use].join_last_round()
+        done = {(index, use): self.groups[index].sums[use].finish() for index, use in uses}
         shards: list[Tensor] = []
-        for flat in self.groups:
-            first, *others = [gradient.finish() for gradient in flat.sums]
+        for index, flat in enumerate(self.groups):
+            first, *others = (done[index, use] for use in range(len(flat.sums)))
             for other in others:
                 first.add_(other)
                 self.pool.give(other)

@@ -6,7 +6,7 @@ stream, counter or data cursor is touched.
 
 import torch
 
-from sirara.comm import Comm
+from sirara.comm.group import Comm
 from sirara.data.batches import EvalBatches
 from sirara.parallel.stage import Stage
 from sirara.train.batch import to_inputs

@@ -1,7 +1,7 @@
 """How equal a continued run is to the uninterrupted one: `exact` or `close`, and why.
 
-    exact   equal bits of loss, norm and digest: only dp, pp, ZeRO stage, schedule, offload or checkpointing changed
-    close   something that enters the arithmetic changed; every such thing is listed with both values
+exact   equal bits of loss, norm and digest: only dp, pp, ZeRO stage, schedule, offload or checkpointing changed
+close   something that enters the arithmetic changed; every such thing is listed with both values
 """
 
 import platform
@@ -36,7 +36,11 @@ def arithmetic(config: RunConfig, *, device: str, threads: int, layout: dict[str
     Paths of data are not in it: moving a token store changes nothing, and another content has another data digest.
     """
     sections = config.model_dump(mode="json", by_alias=True, include=set(_SECTIONS))
-    flat = {key: value for key, value in _flatten(sections) if not key.endswith((".path", ".tokenizer", ".eval_every"))}
+    flat = {
+        key: value
+        for key, value in _flatten(sections)
+        if not key.endswith((".path", ".tokenizer", ".eval_every"))
+    }
     flat |= {
         "launch.threads": threads,
         "device": device,
@@ -62,7 +66,11 @@ def grade(before: dict[str, Any], now: dict[str, Any]) -> Grade:
 
 def _flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
     if isinstance(value, dict):
-        return [pair for key, inner in value.items() for pair in _flatten(inner, f"{prefix}.{key}" if prefix else str(key))]
+        return [
+            pair
+            for key, inner in value.items()
+            for pair in _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+        ]
     if isinstance(value, list) and any(isinstance(v, dict) for v in value):
         return [pair for n, inner in enumerate(value) for pair in _flatten(inner, f"{prefix}.{n}")]
     return [(prefix, value)]

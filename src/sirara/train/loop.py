@@ -99,8 +99,14 @@ class _Journal:
 
     def resumed(self, step: int, skipped: tuple[tuple[int, str], ...]) -> None:
         grade = self.trainer.grade
-        self.event("resume", from_step=step, grade=grade.name, why=list(grade.why), layout=self.trainer.layout,
-                   skipped=[list(pair) for pair in skipped])
+        self.event(
+            "resume",
+            from_step=step,
+            grade=grade.name,
+            why=list(grade.why),
+            layout=self.trainer.layout,
+            skipped=[list(pair) for pair in skipped],
+        )
         if self.speaks:
             _log.info("resumed from step %d, grade %s", step, grade)
 
@@ -109,14 +115,19 @@ class _Journal:
         if self.speaks:
             _log.warning(
                 "step %d skipped: the gradient of %s is not finite; nothing was updated (%d skipped so far)",
-                self.trainer.step, result.bad_parameter, self.trainer.state.counters.skipped,
+                self.trainer.step,
+                result.bad_parameter,
+                self.trainer.state.counters.skipped,
             )
 
     def save_failed(self, error: StorageError, failures: int) -> None:
         self.event("save_failed", step=self.trainer.step, error=str(error), in_a_row=failures)
         _log.error(
             "the checkpoint of step %d could not be written (%d in a row, %d end the run); older ones are kept\n%s",
-            self.trainer.step, failures, self.config.checkpoint.max_failures + 1, error,
+            self.trainer.step,
+            failures,
+            self.config.checkpoint.max_failures + 1,
+            error,
         )
 
     def step(self, result: StepResult, evals: dict[str, float]) -> None:
@@ -124,30 +135,42 @@ class _Journal:
             return
         trainer, counters = self.trainer, self.trainer.state.counters
         seconds = trainer.timings["time/step_s"]
-        self.metrics.append({
-            "step": trainer.step,
-            "train/loss": result.loss,
-            "train/loss_hex": result.loss.hex(),
-            "train/grad_norm": result.grad_norm,
-            "train/grad_norm_hex": result.grad_norm.hex(),
-            "train/lr": result.lr,
-            "train/tokens_total": counters.tokens,
-            "throughput/tokens_per_s": result.target_tokens / seconds,
-            "memory/peak_bytes": trainer.device.peak_bytes(),
-            **trainer.timings,
-            **{f"eval/{name}/loss": value for name, value in evals.items()},
-        })
+        self.metrics.append(
+            {
+                "step": trainer.step,
+                "train/loss": result.loss,
+                "train/loss_hex": result.loss.hex(),
+                "train/grad_norm": result.grad_norm,
+                "train/grad_norm_hex": result.grad_norm.hex(),
+                "train/lr": result.lr,
+                "train/tokens_total": counters.tokens,
+                "throughput/tokens_per_s": result.target_tokens / seconds,
+                "memory/peak_bytes": trainer.device.peak_bytes(),
+                **trainer.timings,
+                **{f"eval/{name}/loss": value for name, value in evals.items()},
+            }
+        )
         if trainer.step % self.config.log.every == 0 or trainer.step == self.config.train.steps:
             _log.info(
                 "step %d/%d  loss %.4f  norm %.3f  lr %.2e  %d tokens/s%s",
-                trainer.step, self.config.train.steps, result.loss, result.grad_norm, result.lr,
-                result.target_tokens / seconds, "".join(f"  {name} {value:.4f}" for name, value in evals.items()),
+                trainer.step,
+                self.config.train.steps,
+                result.loss,
+                result.grad_norm,
+                result.lr,
+                result.target_tokens / seconds,
+                "".join(f"  {name} {value:.4f}" for name, value in evals.items()),
             )
 
     def outcome(self, reason: Literal["done", "stopped"], digest: str) -> Outcome:
         trainer = self.trainer
         folder = self.run.checkpoints / f"step-{trainer.step:09d}"
         return Outcome(
-            reason=reason, step=trainer.step, loss=trainer.loss, digest=digest, tokens=trainer.state.counters.tokens,
-            grade=trainer.grade.name, checkpoint=folder if folder.is_dir() else None,
+            reason=reason,
+            step=trainer.step,
+            loss=trainer.loss,
+            digest=digest,
+            tokens=trainer.state.counters.tokens,
+            grade=trainer.grade.name,
+            checkpoint=folder if folder.is_dir() else None,
         )

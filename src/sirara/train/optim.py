@@ -28,7 +28,10 @@ class Range:
 class Optimizer(Protocol):
     """What the step pipeline asks of an optimizer."""
 
-    state_names: tuple[str, ...]
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the state tensors, each of the weights' shape, zero at the start."""
+        ...
 
     def update(self, ranges: Sequence[Range], *, lr: float, update: int) -> None:
         """Applies update number `update` (1 is the first) in place."""
@@ -88,9 +91,7 @@ class Lion:
             momentum.mul_(b2).add_(r.grad_U.mul_(1 - b2))
 
 
-def make_optimizer(
-    *, name: str, betas: tuple[float, float], eps: float, weight_decay: float
-) -> Optimizer:
+def make_optimizer(*, name: str, betas: tuple[float, float], eps: float, weight_decay: float) -> Optimizer:
     """The optimizer that `train.optimizer` names."""
     if name == "adamw":
         return AdamW(betas=betas, eps=eps, weight_decay=weight_decay)

@@ -1,11 +1,11 @@
 """Trainer: everything a training loop needs, for a loop of the user's own.  `train.loop` uses nothing else.
 
-    with Trainer(config, run, attempt=1) as trainer:
-        trainer.start()                                # or trainer.resume()
-        while trainer.step < config.train.steps:
-            result = trainer.train_step()
-            if trainer.step % 100 == 0:
-                trainer.save()
+with Trainer(config, run, attempt=1) as trainer:
+    trainer.start()                                # or trainer.resume()
+    while trainer.step < config.train.steps:
+        result = trainer.train_step()
+        if trainer.step % 100 == 0:
+            trainer.save()
 """
 
 import json
@@ -19,7 +19,7 @@ import torch
 from sirara.checkpoint.digest import Digest
 from sirara.checkpoint.hf import HfReader, hf_config
 from sirara.checkpoint.manager import CheckpointManager, Restored
-from sirara.comm import World, connect, disconnect, world_comm
+from sirara.comm.world import World, connect, disconnect, world_comm
 from sirara.config.load import model_shape
 from sirara.config.run_folder import RunFolder
 from sirara.config.schema import RunConfig
@@ -55,7 +55,9 @@ class Trainer:
                  timings: seconds of the last step by name ("time/step_s", "time/data_wait_s", "time/ckpt_stall_s").
     """
 
-    def __init__(self, config: RunConfig, run: RunFolder, *, attempt: int, world: World | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, run: RunFolder, *, attempt: int, world: World | None = None
+    ) -> None:
         self.config, self.run = config, run
         self.world = world or World.from_environment()
         self.device = open_device(local_rank=self.world.local_rank, exact=config.numerics == "exact")
@@ -74,9 +76,17 @@ class Trainer:
         self.specs = unit_specs(self.shape)
         self._build()
         self.manager = CheckpointManager(
-            run.checkpoints, run=run.id, rank=self.world.rank, world=self.world.size, node=self.world.node,
-            attempt=attempt, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every,
-            ranks_per_node=self.world.local_size, fence=lambda: run.check_attempt(attempt), deadline_s=timeout_s,
+            run.checkpoints,
+            run=run.id,
+            rank=self.world.rank,
+            world=self.world.size,
+            node=self.world.node,
+            attempt=attempt,
+            keep_last=config.checkpoint.keep_last,
+            keep_every=config.checkpoint.keep_every,
+            ranks_per_node=self.world.local_size,
+            fence=lambda: run.check_attempt(attempt),
+            deadline_s=timeout_s,
         )
         self._arithmetic = arithmetic(
             config, device=self.device.kind, threads=torch.get_num_threads(), layout=self.layout
@@ -86,12 +96,19 @@ class Trainer:
         train, precision = self.config.train, precision_of(self.config.train.precision)
         self.deal = deal(train.global_batch // train.micro_batch, self.mesh.dp, self.config.mesh.block)
         model = Decoder(
-            self.shape, dropout=self.config.model.dropout, attention_dropout=self.config.model.attention_dropout,
-            device="meta", dtype=precision.weights,
+            self.shape,
+            dropout=self.config.model.dropout,
+            attention_dropout=self.config.model.attention_dropout,
+            device="meta",
+            dtype=precision.weights,
         )
         layout = Layout(
-            zero=self.config.mesh.zero, deal=self.deal, weights=precision.weights, sums=precision.sums,
-            compile=train.compile, fast=self.config.numerics == "fast",
+            zero=self.config.mesh.zero,
+            deal=self.deal,
+            weights=precision.weights,
+            sums=precision.sums,
+            compile=train.compile,
+            fast=self.config.numerics == "fast",
         )
         stage = parallelize(model, self.specs, layout, comm=self.comm, device=self.device.torch_device)
         o = train.optimizer
@@ -112,7 +129,8 @@ class Trainer:
         if steps:
             raise CheckpointError(
                 f"run {self.run.id} has {len(steps)} committed steps, the newest is {steps[0]}; starting from 0 would lose them",
-                code="SR530", try_=[f"sirara resume {self.run.id}"],
+                code="SR530",
+                try_=[f"sirara resume {self.run.id}"],
             )
         self._open_data(None)
         if self.config.model.from_ is not None:
@@ -142,16 +160,29 @@ class Trainer:
         if same_tensors and saved != live:
             raise CheckpointError(
                 f"the state loaded from step {snapshot.step} is not the state that was saved",
-                code="SR523", why=f"digest {saved} was saved, {live} is live", where=str(snapshot.path),
+                code="SR523",
+                why=f"digest {saved} was saved, {live} is live",
+                where=str(snapshot.path),
                 try_=["sirara ckpt verify", f"remove {snapshot.path} to continue from an older step"],
             )
         ids = self.batches.ids_digest(self.state.counters.samples, self.config.train.global_batch)
         if self.grade.name == "exact" and ids != record["next_batch"]:
             raise CheckpointError(
                 f"the next batch after step {snapshot.step} would not hold the samples that were due",
-                code="SR524", why=f"sample ids digest to {ids}, {record['next_batch']} was saved",
+                code="SR524",
+                why=f"sample ids digest to {ids}, {record['next_batch']} was saved",
             )
-        return snapshot
+        return restored
+
+    def _first_fault(self, fault: str) -> str:
+        """The fault of the first rank that has one: all ranks take the same step."""
+        text = fault.encode()[:_FAULT_BYTES]
+        row = torch.zeros(_FAULT_BYTES, dtype=torch.uint8)
+        if text:
+            row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = self.comm.gather_rows("agree on the checkpoint", row.to(self.device.torch_device)).cpu()
+        faults = [bytes(r.tolist()).rstrip(b"\0").decode(errors="replace") for r in rows]
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(faults) if text), "")
 
     def _drawn(self, spec: TensorSpec, start: int, stop: int) -> torch.Tensor:
         return torch.from_numpy(init_slice(spec, self.config.seed, start, stop))
@@ -159,7 +190,9 @@ class Trainer:
     def _open_data(self, state: dict[str, Any] | None) -> None:
         data, seed, micro = self.config.data, self.config.seed, self.config.train.micro_batch
         first = self.state.counters.samples
-        self.batches = Batches(data, seed=seed, micro_batch=micro, vocab=self.shape.vocab, state=state, first=first)
+        self.batches = Batches(
+            data, seed=seed, micro_batch=micro, vocab=self.shape.vocab, state=state, first=first
+        )
         self.eval_sets = {
             e.name: EvalBatches(e.path, seq_len=data.seq_len, micro_batch=micro, vocab=self.shape.vocab)
             for e in data.eval
@@ -178,8 +211,13 @@ class Trainer:
         """The learning rate of the next update."""
         train, schedule = self.config.train, self.config.train.lr_schedule
         return lr_at(
-            self.state.counters.updates, name=schedule.name, lr=train.optimizer.lr, total=train.steps,
-            warmup_steps=schedule.warmup_steps, min_lr_ratio=schedule.min_lr_ratio, decay_steps=schedule.decay_steps,
+            self.state.counters.updates,
+            name=schedule.name,
+            lr=train.optimizer.lr,
+            total=train.steps,
+            warmup_steps=schedule.warmup_steps,
+            min_lr_ratio=schedule.min_lr_ratio,
+            decay_steps=schedule.decay_steps,
         )
 
     def train_step(self, *, request: int = 0) -> StepResult:
@@ -219,7 +257,8 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Loss per target token of every evaluation set, by name; nothing of the run changes."""
         return {
-            name: evaluate(self.stepper.stage, batches, comm=self.comm) for name, batches in self.eval_sets.items()
+            name: evaluate(self.stepper.stage, batches, comm=self.comm)
+            for name, batches in self.eval_sets.items()
         }
 
     # ---- checkpoints
@@ -228,8 +267,14 @@ class Trainer:
     def layout(self) -> dict[str, int]:
         """Degrees and ZeRO stage, as they are stored in checkpoints."""
         mesh = self.mesh
-        return {"world": self.world.size, "pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp,
-                "zero": self.config.mesh.zero}
+        return {
+            "world": self.world.size,
+            "pp": mesh.pp,
+            "dp": mesh.dp,
+            "cp": mesh.cp,
+            "tp": mesh.tp,
+            "zero": self.config.mesh.zero,
+        }
 
     def digest(self) -> Digest:
         """The state digest: one value for one logical state, whatever the layout."""
@@ -257,11 +302,16 @@ class Trainer:
         }
         precision = precision_of(self.config.train.precision)
         self.manager.save(
-            counters.step, plan=self.state.plan(), ranges=self.state.ranges(), record=record,
+            counters.step,
+            plan=self.state.plan(),
+            ranges=self.state.ranges(),
+            record=record,
             hf_files=self._hf_files(precision.weights),
             aliases={t.name: t.tied_to for unit in self.specs for t in unit.tensors if t.tied_to},
         )
-        self.timings["time/ckpt_stall_s"] = self.timings.get("time/ckpt_stall_s", 0.0) + time.perf_counter() - began
+        self.timings["time/ckpt_stall_s"] = (
+            self.timings.get("time/ckpt_stall_s", 0.0) + time.perf_counter() - began
+        )
         return digest
 
     def _hf_files(self, dtype: torch.dtype) -> dict[str, bytes]:
@@ -279,5 +329,7 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()

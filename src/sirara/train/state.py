@@ -1,8 +1,8 @@
 """TrainState: the one owner of all that a resume needs.  What is not in it is not resumed; what is, is saved.
 
-    counters     steps, updates, samples, tokens, skipped steps
-    tensors      weights, masters where the weights' dtype is lower, optimizer state: ranges of logical tensors
-    the rest     is a function of these and of the configuration: lr, dropout, data order
+counters     steps, updates, samples, tokens, skipped steps
+tensors      weights, masters where the weights' dtype is lower, optimizer state: ranges of logical tensors
+the rest     is a function of these and of the configuration: lr, dropout, data order
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ import torch
 from sirara.checkpoint.digest import Digest, digest_of
 from sirara.checkpoint.ranges import NamedRange, dtype_name
 from sirara.checkpoint.reader import Snapshot
-from sirara.comm import Comm
+from sirara.comm.group import Comm
 from sirara.errors import CheckpointError
 from sirara.parallel.zero import FlatGroup, Zero
 from sirara.pure.layout import range_boxes
@@ -55,12 +55,14 @@ class TrainState:
             for suffix, shard_S in self._shards(flat):
                 for piece in flat.group.pieces(*flat.shard):
                     at = piece.flat - flat.shard[0]
-                    out.append(NamedRange(
-                        tensor=piece.tensor.name + suffix,
-                        shape=piece.tensor.shape,
-                        boxes=range_boxes(piece.tensor.shape, piece.start, piece.stop),
-                        data=shard_S[at : at + piece.stop - piece.start],
-                    ))
+                    out.append(
+                        NamedRange(
+                            tensor=piece.tensor.name + suffix,
+                            shape=piece.tensor.shape,
+                            boxes=range_boxes(piece.tensor.shape, piece.start, piece.stop),
+                            data=shard_S[at : at + piece.stop - piece.start],
+                        )
+                    )
         return out
 
     def plan(self) -> list[PlannedTensor]:
@@ -75,7 +77,9 @@ class TrainState:
             for suffix, shard_S in self._shards(flat):
                 out.extend(
                     PlannedTensor(
-                        name=slot.tensor.name + suffix, dtype=dtype_name(shard_S.dtype), shape=slot.tensor.shape,
+                        name=slot.tensor.name + suffix,
+                        dtype=dtype_name(shard_S.dtype),
+                        shape=slot.tensor.shape,
                         boxes=boxes[slot.tensor.name],
                     )
                     for slot in flat.group.slots
@@ -86,7 +90,11 @@ class TrainState:
         """The state digest over all ranks."""
         self.zero.wait_all()
         parts = (
-            (piece.tensor.name + suffix, piece.start, shard_S[piece.flat - flat.shard[0] :][: piece.stop - piece.start])
+            (
+                piece.tensor.name + suffix,
+                piece.start,
+                shard_S[piece.flat - flat.shard[0] :][: piece.stop - piece.start],
+            )
             for flat in self.zero.groups
             for suffix, shard_S in self._shards(flat)
             for piece in flat.group.pieces(*flat.shard)
@@ -109,7 +117,8 @@ class TrainState:
                 if row != rows[0]:
                     raise CheckpointError(
                         f"replicas of group {flat.group.name} differ: rank {rank} is not equal to rank 0",
-                        code="SR520", where=f"step {self.counters.step}",
+                        code="SR520",
+                        where=f"step {self.counters.step}",
                         why=f"digests {[hex(v & (1 << 64) - 1) for v in row]} and {[hex(v & (1 << 64) - 1) for v in rows[0]]}",
                         try_=["resume from the last checkpoint", "check the memory of that machine"],
                     )

@@ -10,7 +10,7 @@ from math import fsum, inf, sqrt
 import numpy as np
 import torch
 
-from sirara.comm import Comm
+from sirara.comm.group import Comm
 from sirara.parallel.stage import Inputs, Stage
 from sirara.parallel.zero import FlatGroup
 from sirara.pure.groups import GRAIN
@@ -57,7 +57,9 @@ class Step:
     optimizer: Optimizer
     clip: float | None
 
-    def accumulate(self, inputs: dict[int, Inputs], *, valid_targets: int, keys: dict[int, DropoutKey] | None) -> list[float]:
+    def accumulate(
+        self, inputs: dict[int, Inputs], *, valid_targets: int, keys: dict[int, DropoutKey] | None
+    ) -> list[float]:
         """Forward and backward of this rank's microbatches in ascending order; returns their loss sums."""
         scale = 1.0 / max(1, valid_targets)
         losses: list[Tensor] = []
@@ -68,7 +70,9 @@ class Step:
         # Read only now: on an accelerator each read waits for the device.
         return [loss_sum(losses_BL) for losses_BL in losses]
 
-    def finish(self, losses: list[float], *, valid_targets: int, lr: float, update: int, request: int) -> StepResult:
+    def finish(
+        self, losses: list[float], *, valid_targets: int, lr: float, update: int, request: int
+    ) -> StepResult:
         """Reduces, agrees, clips, updates and publishes.
 
         Args:  update: number of this update, 1 is the first.  request: this rank's wish; the largest one is returned.
@@ -81,7 +85,11 @@ class Step:
             if agreed.bad is not None:
                 zero.release(shards)
                 return StepResult(
-                    loss=loss, grad_norm=agreed.norm, lr=0.0, target_tokens=valid_targets, request=agreed.request,
+                    loss=loss,
+                    grad_norm=agreed.norm,
+                    lr=0.0,
+                    target_tokens=valid_targets,
+                    request=agreed.request,
                     bad_parameter=self._name(agreed.bad),
                 )
             grads = zero.widen(shards)
@@ -124,8 +132,12 @@ class Step:
         for flat, width in zip(zero.groups, widths, strict=True):
             total += combine(_nodes_of(flat, rows[:, at : at + width], comm.size), flat.group.numel // HALF)
             at += width
-        return Agreed(loss_sum=loss, norm=sqrt(total) if total >= 0 else total,
-                      bad=None if first_bad == inf else int(first_bad), request=int(rows[:, 0].max()))
+        return Agreed(
+            loss_sum=loss,
+            norm=sqrt(total) if total >= 0 else total,
+            bad=None if first_bad == inf else int(first_bad),
+            request=int(rows[:, 0].max()),
+        )
 
     def _device(self) -> torch.device:
         return self.stage.zero.pool.device
@@ -183,5 +195,3 @@ def _nodes_of(flat: FlatGroup, rows: np.ndarray, ranks: int) -> dict[tuple[int, 
         for rank in range(ranks)
         for n, node in enumerate(aligned_nodes(rank * width, (rank + 1) * width))
     }
-
-

@@ -1,0 +1,80 @@
+"""Which process this is, and joining and leaving the others."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from sirara.comm.direct import open_direct_link
+from sirara.comm.group import Comm
+from sirara.errors import CommError, ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """This process among all processes of the attempt, as the launcher's environment tells it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+
+    @staticmethod
+    def from_environment() -> "World":
+        """Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK (torchrun) or SLURM_*; alone without them."""
+        env = os.environ
+
+        def number(default: int, *names: str) -> int:
+            for name in names:
+                if name in env:
+                    try:
+                        return int(env[name])
+                    except ValueError as error:
+                        raise ConfigError(
+                            f"environment variable {name}={env[name]!r} is no number"
+                        ) from error
+            return default
+
+        size = number(1, "WORLD_SIZE", "SLURM_NTASKS") if "RANK" in env or "SLURM_PROCID" in env else 1
+        return World(
+            rank=number(0, "RANK", "SLURM_PROCID"),
+            size=size,
+            local_rank=number(0, "LOCAL_RANK", "SLURM_LOCALID"),
+            local_size=number(size, "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"),
+            node=number(0, "GROUP_RANK", "SLURM_NODEID"),
+        )
+
+
+def connect(world: World, *, backend: str, timeout_s: float) -> None:
+    """Joins the default group of all ranks; one process alone needs none."""
+    if world.size > 1 and not dist.is_initialized():
+        try:
+            dist.init_process_group(
+                backend, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_s)
+            )
+        except (RuntimeError, ValueError) as error:
+            raise CommError(
+                f"rank {world.rank} could not join the group of {world.size} processes",
+                why=str(error),
+                try_=["check MASTER_ADDR and MASTER_PORT", "look for a rank that did not start"],
+            ) from error
+
+
+def disconnect() -> None:
+    """Leaves the default group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def world_comm(world: World, *, timeout_s: float, direct: bool = True) -> Comm:
+    """The group of all ranks.
+
+    Args:  direct: let ranks of one machine read each other's memory where the system allows it (comm/direct.py).
+    """
+    group = dist.group.WORLD if dist.is_initialized() else None
+    comm = Comm(range(world.size), world.rank, group=group, timeout_s=timeout_s)
+    if direct and world.size > 1 and dist.get_backend() == "gloo":
+        comm.link = open_direct_link(comm)
+    return comm
