@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from sirara.cli.options import WITH_OVERRIDES, json_option, overrides, say_json
+from sirara.cli.preflight import preflight
 from sirara.cli.worker import attempt_config, leave, train_here
 from sirara.config.load import Loaded, load
 from sirara.config.run_folder import RunFolder, write_durably
@@ -117,6 +118,7 @@ class _Job:
 
 
 def _go(job: _Job, *, dry_run: bool) -> None:
+    preflight(job.loaded.config)
     launcher = detect(os.environ)
     if dry_run:
         _say_plan(job, launcher)
