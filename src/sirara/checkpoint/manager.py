@@ -99,6 +99,7 @@ class CheckpointManager:
         self._deadline_s = deadline_s
         self._disk = disk or Disk()
         self._uuids: list[str] = []  # of this attempt's saves, the one in progress last
+        self._verified: set[str] = set()
         self._planned: tuple[Sequence[PlannedTensor], SavePlan] | None = None
         self.times: SaveTimes | None = None
         if rank == 0:
@@ -158,7 +159,8 @@ class CheckpointManager:
                 self._abandon(temp)
             raise
         committed = time.perf_counter()
-        self._verify_and_tidy(final, step)
+        self._verify(final, step)
+        self._tidy(step)
         self.times = SaveTimes(
             total_bytes=files.total_bytes,
             write_s=written - began,
@@ -290,28 +292,44 @@ class CheckpointManager:
         except StorageError as fault:
             _log.warning("could not remove %s: %s", temp, fault.why)
 
-    def _verify_and_tidy(self, final: Path, step: int) -> None:
+    def _verify(self, final: Path, step: int) -> None:
+        """Reads every piece of the committed step back; raises CheckpointError when the disk returns
+        other bytes."""
         snapshot = Snapshot(final, run=self.run, step=step)
         for fault in scrub_pieces(snapshot):
             raise fault.error()
-        total = sum(f.size for f in snapshot.manifest.files)
-        mark_verified(self._disk, final, uuid=snapshot.manifest.uuid, bytes_read=total)
+        uuid = snapshot.manifest.uuid
+        self._verified.add(uuid)
+        try:
+            total = sum(f.size for f in snapshot.manifest.files)
+            mark_verified(self._disk, final, uuid=uuid, bytes_read=total)
+        except StorageError as fault:
+            # The step is committed and good; a later attempt counts it as not verified, no more.
+            _log.warning("step %d is verified, but this could not be noted: %s", step, fault)
+
+    def _tidy(self, step: int) -> None:
+        """Retention, now that `step` is committed and verified. What cannot be deleted is tried again
+        next time."""
         committed = committed_steps(self.folder)
         verified = {s for s in committed if self._is_verified(s)}
-        for old in expendable(
-            committed, verified, newest=step, keep_last=self._keep_last, keep_every=self._keep_every
-        ):
-            trash = self.folder / f".{step_name(old)}.gone-{snapshot.manifest.uuid}"
-            delete_step(self._disk, self.folder / step_name(old), trash=trash)
-            _log.info("checkpoint of step %d deleted (keep_last %d)", old, self._keep_last)
-        self.clean()
+        try:
+            for old in expendable(
+                committed, verified, newest=step, keep_last=self._keep_last, keep_every=self._keep_every
+            ):
+                trash = self.folder / f".{step_name(old)}.gone-{self._uuids[-1]}"
+                delete_step(self._disk, self.folder / step_name(old), trash=trash)
+                _log.info("checkpoint of step %d deleted (keep_last %d)", old, self._keep_last)
+            self.clean()
+        except StorageError as fault:
+            _log.warning("step %d is committed, but older ones could not be deleted: %s", step, fault)
 
     def _is_verified(self, step: int) -> bool:
         try:
             snapshot = self.open(step)
         except (CheckpointError, StorageError):
             return False
-        return is_verified(snapshot.path, uuid=snapshot.manifest.uuid)
+        uuid = snapshot.manifest.uuid
+        return uuid in self._verified or is_verified(snapshot.path, uuid=uuid)
 
     # ---- reading
 

@@ -59,6 +59,12 @@ def clear_leftovers(disk: Disk, folder: Path, *, attempt: int, ended: Collection
         elif kind != "tmp" or int(uuid[:8], 16) < attempt or uuid in ended:
             disk.remove_tree(folder / name)
             removed.append(name)
+    steps = _step_folders(folder)
+    newest = max((step for step, whole in steps if whole), default=-1)
+    for name in (step_name(step) for step, whole in steps if not whole and step < newest):
+        # Its manifest was deleted first; the crash came before the rest.
+        disk.remove_tree(folder / name)
+        removed.append(name)
     return removed
 
 

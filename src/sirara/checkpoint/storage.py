@@ -31,8 +31,8 @@ class Disk:
         """Called before each effect; for tests."""
 
     def make_folder(self, path: Path) -> None:
-        self.touch("mkdir", path)
         try:
+            self.touch("mkdir", path)
             path.mkdir(parents=True, exist_ok=True)
         except OSError as fault:
             raise storage_error(fault, path) from fault
@@ -40,8 +40,8 @@ class Disk:
     def open(self, path: Path, *, size: int | None = None) -> int:
         """A descriptor to write at any place. Other ranks write to the file as well, so it is set to
         `size`, never emptied."""
-        self.touch("open", path)
         try:
+            self.touch("open", path)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             if size is not None:
                 os.ftruncate(fd, size)
@@ -53,8 +53,8 @@ class Disk:
         """Writes the buffers one after the other from `position` on; returns the position behind them."""
         left = [b for b in buffers if len(b)]
         while left:
-            self.touch("write", path)
             try:
+                self.touch("write", path)
                 done = self.pwrite(fd, left[:_MOST_BUFFERS], position)
             except OSError as fault:
                 raise storage_error(fault, path, asked=sum(map(len, left))) from fault
@@ -80,16 +80,16 @@ class Disk:
             )
 
     def fsync(self, fd: int, path: Path) -> None:
-        self.touch("fsync", path)
         try:
+            self.touch("fsync", path)
             os.fsync(fd)
         except OSError as fault:
             raise storage_error(fault, path) from fault
 
     def sync_folder(self, path: Path) -> None:
         """Makes the names in a folder durable."""
-        self.touch("fsync", path)
         try:
+            self.touch("fsync", path)
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 os.fsync(fd)
@@ -110,22 +110,22 @@ class Disk:
         self.rename(part, path)
 
     def rename(self, source: Path, target: Path) -> None:
-        self.touch("rename", source)
         try:
+            self.touch("rename", source)
             source.rename(target)
         except OSError as fault:
             raise storage_error(fault, target) from fault
 
     def remove(self, path: Path) -> None:
-        self.touch("unlink", path)
         try:
+            self.touch("unlink", path)
             path.unlink(missing_ok=True)
         except OSError as fault:
             raise storage_error(fault, path) from fault
 
     def remove_tree(self, path: Path) -> None:
-        self.touch("rmtree", path)
         try:
+            self.touch("rmtree", path)
             if path.exists():
                 shutil.rmtree(path)
         except FileNotFoundError:
