@@ -1,0 +1,76 @@
+"""One decoder for all families: an ordered list of units with one hidden state between them.
+
+Shape letters: B sequences, L tokens, D model, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from sirara.model.attend import Mask, alibi_slopes
+from sirara.model.attention import KvCache
+from sirara.model.blocks import Block, Embed, Head
+from sirara.model.rotary import Rotary
+from sirara.model.weights import Making
+from sirara.pure.families import UnitSpec, unit_specs
+from sirara.pure.rng import DropoutKey
+from sirara.pure.shape import ModelShape
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, head of a `ModelShape`; on `meta` until somebody gives the parameters memory.
+
+    dropout: of the embedding and of what a block adds to its input.  attention_dropout: of attention weights.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        device: str | torch.device = "meta",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        specs = unit_specs(shape)
+
+        def making(unit: UnitSpec) -> Making:
+            tensors = {t.local: t for t in unit.tensors}
+            return Making(specs=tensors, device=torch.device(device), dtype=dtype)
+
+        positions = shape.traits.positions
+        mask = Mask(
+            window=shape.sliding_window,
+            slopes=alibi_slopes(shape.heads) if positions == "alibi" else None,
+        )
+        rotary = Rotary(shape) if positions == "rope" else None
+        self.embed = Embed(shape, making(specs[0]), dropout)
+        self.blocks = nn.ModuleList(
+            Block(shape, i, making(unit), mask, rotary, dropout=dropout, attention_dropout=attention_dropout)
+            for i, unit in enumerate(specs[1:-1])
+        )
+        self.head = Head(shape, making(specs[-1]))
+        if shape.tie_embeddings:
+            self.head.proj.weight.data = self.embed.tokens.weight.data
+
+    def units(self) -> list[nn.Module]:
+        """The units in order, aligned with `unit_specs(shape)`."""
+        return [self.embed, *self.blocks, self.head]
+
+    def forward(
+        self,
+        tokens_BL: Tensor,
+        *,
+        positions_BL: Tensor | None = None,
+        documents_BL: Tensor | None = None,
+        key: DropoutKey | None = None,
+        cache: KvCache | None = None,
+    ) -> Tensor:
+        """Logits [B, L, V]: for tests, sampling and whoever wants the whole model at once."""
+        if positions_BL is None:
+            positions_BL = torch.arange(tokens_BL.shape[1], device=tokens_BL.device).expand_as(tokens_BL)
+        x_BLD = self.embed(tokens_BL, positions_BL, key)
+        for block in self.blocks:
+            x_BLD = block(x_BLD, positions_BL, documents_BL, key, cache)
+        return self.head.logits(x_BLD)

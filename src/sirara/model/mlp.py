@@ -1,0 +1,28 @@
+"""The MLP half of a block: SwiGLU (gate and up from one matrix product) or GELU."""
+
+from torch import Tensor, nn
+
+from sirara.model.attention import weights_and_biases
+from sirara.model.ops import gelu_tanh, linear, swiglu
+from sirara.model.weights import Making, Weights
+from sirara.pure.shape import ModelShape
+
+
+class Mlp(nn.Module):
+    """x_BLD -> x_BLD."""
+
+    def __init__(self, shape: ModelShape, making: Making) -> None:
+        super().__init__()
+        self.transposed = shape.traits.conv1d
+        self.gated = shape.traits.mlp == "swiglu"
+        self._inner: list[Weights] = []
+        for name in ("gate_proj", "up_proj") if self.gated else ("up_proj",):
+            weights = Weights(f"mlp.{name}", making)
+            self.add_module(name, weights)
+            self._inner.append(weights)
+        self.down_proj = Weights("mlp.down_proj", making)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        h = linear(x_BLD, *weights_and_biases(self._inner), transposed=self.transposed)
+        h = swiglu(h) if self.gated else gelu_tanh(h)
+        return linear(h, *weights_and_biases([self.down_proj]), transposed=self.transposed)

@@ -1,0 +1,226 @@
+"""The arithmetic of a block: linear, norms, activations; each keeps little and passes over memory few times.
+
+Every function here gives equal bits for any number of threads. That is why the norms have a backward of their
+own (torch's sums over tokens are cut by threads), and why sums over tokens run over fixed spans of rows: on a
+CPU a span's temporaries stay in cache, too.
+
+Shape letters: T tokens (all leading dims), D features, I inputs, O outputs, F ffn.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_SPAN_ELEMENTS = 1 << 17
+_LOW = (torch.bfloat16, torch.float16)
+
+
+def linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor] | None = None,
+    *,
+    transposed: bool = False,
+) -> Tensor:
+    """x @ [w0; w1; ...].T + [b0, b1, ...]: several layers with one input as one matrix product.
+
+    Weights are [O, I], or [I, O] when `transposed`. Weights that lie one after another in one storage are
+    used as the matrix they are, others are copied side by side first; the result's bits are the same.
+    """
+    return _Linear.apply(x, transposed, len(weights), *weights, *(biases or ()))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in fp32 inside for lower dtypes."""
+    return _RmsNorm.apply(x, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dim."""
+    return _LayerNorm.apply(x, weight, bias, eps)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up, where x = [gate | up] along the last dim."""
+    return _SwiGlu.apply(x)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums of values of `dtype` are made."""
+    return torch.float32 if dtype in _LOW else dtype
+
+
+def spans(rows: int, width: int, device: torch.device) -> list[tuple[int, int]]:
+    """Row ranges whose temporaries fit a CPU's cache; one range on other devices and while compiling."""
+    if device.type != "cpu" or torch.compiler.is_compiling():
+        return [(0, rows)]
+    # A function of the width alone: partial sums must not depend on how many rows or threads there are.
+    step = max(16, _SPAN_ELEMENTS // width // 16 * 16)
+    return [(low, min(low + step, rows)) for low in range(0, rows, step)]
+
+
+def _side_by_side(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """The tensors concatenated along `dim`: a view when they already lie so in memory (dim 0 only)."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    if dim == 0 and not torch.compiler.is_compiling():
+        end = first.storage_offset()
+        storage = first.untyped_storage().data_ptr()
+        for t in tensors:
+            if (
+                t.storage_offset() != end
+                or t.untyped_storage().data_ptr() != storage
+                or not t.is_contiguous()
+            ):
+                break
+            end += t.numel()
+        else:
+            rows = sum(t.shape[0] for t in tensors)
+            return first.as_strided((rows, *first.shape[1:]), first.stride())
+    return torch.cat(list(tensors), dim)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, transposed: bool, n: int, *params: Tensor) -> Tensor:
+        weights, biases = params[:n], params[n:]
+        ctx.save_for_backward(x, *weights)
+        ctx.transposed = transposed
+        ctx.outs = [w.shape[1] if transposed else w.shape[0] for w in weights]
+        ctx.biased = bool(biases)
+        w_OI = _side_by_side(weights, 1).t() if transposed else _side_by_side(weights, 0)
+        x_TI = x.reshape(-1, x.shape[-1])
+        if biases:
+            y_TO = torch.addmm(_side_by_side(biases, 0), x_TI, w_OI.t())
+        else:
+            y_TO = torch.mm(x_TI, w_OI.t())
+        return y_TO.view(*x.shape[:-1], w_OI.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grad_outputs
+        x, *weights = ctx.saved_tensors
+        n, outs = len(weights), ctx.outs
+        dy_TO, x_TI = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        dx: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            w_OI = _side_by_side(weights, 1).t() if ctx.transposed else _side_by_side(weights, 0)
+            dx = torch.mm(dy_TO, w_OI).view(x.shape)
+        dweights: Sequence[Tensor | None] = [None] * n
+        if any(ctx.needs_input_grad[3 : 3 + n]):
+            if ctx.transposed:
+                dweights = torch.mm(x_TI.t(), dy_TO).split(outs, 1)
+            else:
+                dweights = torch.mm(dy_TO.t(), x_TI).split(outs, 0)
+        dbiases: Sequence[Tensor | None] = [None] * (n if ctx.biased else 0)
+        if any(ctx.needs_input_grad[3 + n :]):
+            dbiases = dy_TO.sum(0).split(outs)
+        return (dx, None, None, *dweights, *dbiases)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        d = x.shape[-1]
+        x_TD = x.reshape(-1, d)
+        dtype = wide(x.dtype)
+        w_D = weight_D.to(dtype)
+        y_TD = torch.empty_like(x_TD)
+        r_T1 = torch.empty(x_TD.shape[0], 1, dtype=dtype, device=x.device)
+        for low, high in spans(x_TD.shape[0], d, x.device):
+            part = x_TD[low:high].to(dtype)
+            size = torch.linalg.vector_norm(part, dim=-1, keepdim=True)
+            r_T1[low:high] = (size * size / d + eps).rsqrt_()
+            if x.dtype == dtype:
+                torch.mul(part, r_T1[low:high], out=y_TD[low:high]).mul_(w_D)
+            else:
+                y_TD[low:high] = part.mul_(r_T1[low:high]).mul_(w_D)
+        ctx.save_for_backward(x, weight_D, r_T1)
+        return y_TD.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grad_outputs
+        x, weight_D, r_T1 = ctx.saved_tensors
+        dtype, d = r_T1.dtype, x.shape[-1]
+        x_TD, dy_TD, w_D = x.reshape(-1, d), dy.reshape(-1, d), weight_D.to(r_T1.dtype)
+        dx_TD = torch.empty_like(x_TD)
+        dw_D = torch.zeros(d, dtype=dtype, device=x.device)
+        for low, high in spans(x_TD.shape[0], d, x.device):
+            r = r_T1[low:high]
+            part, dpart = x_TD[low:high].to(dtype), dy_TD[low:high].to(dtype)
+            t = (dpart * part).mul_(r)
+            dw_D += t.sum(0)
+            # dx = r * (w dy - x r^2 mean(w dy x))
+            pull = t.mul_(w_D).sum(-1, keepdim=True).mul_(r * r / d)
+            t = torch.mul(dpart, w_D, out=t).mul_(r)
+            if x.dtype == dtype:
+                torch.addcmul(t, part, pull, value=-1, out=dx_TD[low:high])
+            else:
+                dx_TD[low:high] = t.addcmul_(part, pull, value=-1)
+        return dx_TD.view(x.shape), dw_D.to(weight_D.dtype), None
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
+        y, mean, rstd = torch.native_layer_norm(x, [x.shape[-1]], weight_D, bias_D, eps)
+        ctx.save_for_backward(x, weight_D, bias_D, mean, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grad_outputs
+        x, weight_D, bias_D, mean, rstd = ctx.saved_tensors
+        d = x.shape[-1]
+        dy = dy.contiguous()
+        dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+            dy, x, [d], mean, rstd, weight_D, bias_D, [True, False, False]
+        )
+        dtype = wide(x.dtype)
+        x_TD, dy_TD = x.reshape(-1, d), dy.reshape(-1, d)
+        mean_T1, rstd_T1 = mean.reshape(-1, 1).to(dtype), rstd.reshape(-1, 1).to(dtype)
+        dw_D = torch.zeros(d, dtype=dtype, device=x.device)
+        db_D = torch.zeros_like(dw_D)
+        for low, high in spans(x_TD.shape[0], d, x.device):
+            dpart = dy_TD[low:high].to(dtype)
+            db_D += dpart.sum(0)
+            t = (x_TD[low:high].to(dtype) - mean_T1[low:high]).mul_(rstd_T1[low:high])
+            dw_D += t.mul_(dpart).sum(0)
+        return dx, dw_D.to(weight_D.dtype), db_D.to(bias_D.dtype), None
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        x_TF = x.reshape(-1, x.shape[-1])
+        width = x.shape[-1] // 2
+        y_TF = x.new_empty(x_TF.shape[0], width)
+        for low, high in spans(y_TF.shape[0], width, x.device):
+            gate, up = x_TF[low:high].split(width, -1)
+            torch.mul(functional.silu(gate), up, out=y_TF[low:high])
+        return y_TF.view(*x.shape[:-1], width)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        (dy,) = grad_outputs
+        (x,) = ctx.saved_tensors
+        width = x.shape[-1] // 2
+        x_TF, dy_TF = x.reshape(-1, 2 * width), dy.reshape(-1, width)
+        dx_TF = torch.empty_like(x_TF)
+        for low, high in spans(dy_TF.shape[0], width, x.device):
+            gate, up = x_TF[low:high].split(width, -1)
+            dgate, dup = dx_TF[low:high].split(width, -1)
+            dpart = dy_TF[low:high]
+            dgate.copy_(torch.ops.aten.silu_backward(dpart * up, gate))
+            torch.mul(functional.silu(gate), dpart, out=dup)
+        return dx_TF.view(x.shape)

@@ -1,0 +1,49 @@
+"""Holders of parameters, shaped by their `TensorSpec`s; what is done with them stands where it is done."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sirara.model.ops import layer_norm, rms_norm
+from sirara.pure.families import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Making:
+    """What the modules of one unit are made from: its tensors by local name, where, and in which dtype."""
+
+    specs: Mapping[str, TensorSpec]
+    device: torch.device
+    dtype: torch.dtype
+
+
+class Weights(nn.Module):
+    """The weight of one layer and its bias, if the family has one."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, path: str, making: Making) -> None:
+        super().__init__()
+        self.weight = _parameter(making.specs[f"{path}.weight"], making)
+        bias = making.specs.get(f"{path}.bias")
+        self.bias = None if bias is None else _parameter(bias, making)
+
+
+class Norm(Weights):
+    """Layer norm where there is a bias, else RMS norm."""
+
+    def __init__(self, path: str, making: Making, eps: float) -> None:
+        super().__init__(path, making)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return rms_norm(x, self.weight, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def _parameter(spec: TensorSpec, making: Making) -> nn.Parameter:
+    return nn.Parameter(torch.empty(spec.shape, dtype=making.dtype, device=making.device))
