@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from sirara.data.pieces import PIECE_BYTES, PieceHasher, StoredFile, write_durably
 from sirara.data.readers import Document, Part, PartReader
-from sirara.data.store import PIECE_BYTES, PieceHasher, StoredFile, token_dtype, write_durably
+from sirara.data.store import token_dtype
 from sirara.data.tokenizer import TextTokenizer
 from sirara.errors import DataError, StorageError
 

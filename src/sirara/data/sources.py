@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from sirara.config.schema import DataConfig
+from sirara.data.pieces import MappedFiles
 from sirara.data.store import TOKENIZER, TokenStore
 from sirara.data.tokenizer import read_tokenizer, tokenizer_digest, tokenizer_file, tokenizer_vocab
 from sirara.errors import CheckpointError, ConfigError, DataError
@@ -54,7 +55,8 @@ def open_sources(data: DataConfig, *, vocab: int | None = None) -> list[OpenSour
 
     Raises ConfigError when they do not fit each other, data.eval, data.tokenizer or the model's `vocab`.
     """
-    stores = [TokenStore.open(given.path) for given in data.train]
+    maps = MappedFiles()
+    stores = [TokenStore.open(given.path, maps=maps) for given in data.train]
     seen: Counter[str] = Counter()
     opened = []
     for given, store in zip(data.train, stores, strict=True):

@@ -12,9 +12,7 @@ the files, touches the asked slice only and works beyond 2^32 tokens. A piece is
 import json
 import os
 import shutil
-import threading
 import uuid
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +21,16 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from sirara.data.pieces import (
+    PIECE_BYTES,
+    MappedFiles,
+    PieceHasher,
+    StoredFile,
+    check_pieces,
+    check_size,
+    hash_bytes,
+    write_durably,
+)
 from sirara.errors import CorruptDataError, DataError, StorageError
 
 FORMAT = "sirara token store"
@@ -30,17 +38,6 @@ VERSION = 1
 INDEX = "index.json"
 DOCUMENTS = "documents.bin"
 TOKENIZER = "tokenizer.json"
-PIECE_BYTES = 16 << 20
-MAPPED_FILES = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredFile:
-    """One raw file of the store; `hashes` holds 32 hex digits per piece."""
-
-    name: str
-    bytes: int
-    hashes: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,49 +66,26 @@ class StoreIndex:
         return xxhash.xxh3_128_hexdigest(_canonical([content, pieces]))
 
 
-class PieceHasher:
-    """xxh3-128 of every piece of a file that is written bit by bit."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._done: list[str] = []
-        self._open = xxhash.xxh3_128()
-
-    def update(self, data: bytes | memoryview) -> None:
-        view = memoryview(data).cast("B")
-        while view:
-            room = PIECE_BYTES - self.bytes % PIECE_BYTES
-            self._open.update(view[:room])
-            self.bytes += len(view[:room])
-            view = view[room:]
-            if self.bytes % PIECE_BYTES == 0:
-                self._done.append(self._open.hexdigest())
-                self._open = xxhash.xxh3_128()
-
-    def stored(self, name: str) -> StoredFile:
-        last = [self._open.hexdigest()] if self.bytes % PIECE_BYTES else []
-        return StoredFile(name=name, bytes=self.bytes, hashes="".join([*self._done, *last]))
-
-
 class TokenStore:
     """A store opened for reading; sizes are checked here, hashes by `faults`.  Safe to use from threads."""
 
-    def __init__(self, path: Path, index: StoreIndex) -> None:
+    def __init__(self, path: Path, index: StoreIndex, maps: MappedFiles | None = None) -> None:
         self.path = path
         self.index = index
         self._dtype = np.dtype(index.dtype).newbyteorder("<")
         ends = np.cumsum([0, *(f.bytes // self._dtype.itemsize for f in index.files)])
         self._starts: np.ndarray = ends[:-1]
-        self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
-        self._lock = threading.Lock()
-        self._offsets: np.ndarray | None = None
+        self._maps = maps or MappedFiles()
 
     @classmethod
-    def open(cls, path: Path | str) -> "TokenStore":
-        """Raises DataError when `path` is no store, CorruptDataError when files are missing or cut short."""
-        store = cls.unchecked(path)
+    def open(cls, path: Path | str, *, maps: MappedFiles | None = None) -> "TokenStore":
+        """Raises DataError when `path` is no store, CorruptDataError when files are missing or cut short.
+
+        Stores that share `maps` share its limit of open files.
+        """
+        store = cls(Path(path), read_index(Path(path)), maps)
         for stored in store._all_files():
-            _check_size(store.path, stored)
+            check_size(store.path, stored)
         return store
 
     @classmethod
@@ -137,7 +111,7 @@ class TokenStore:
         number = int(np.searchsorted(self._starts, start, side="right")) - 1
         at = start
         while at < stop:
-            mapped = self._map(number)
+            mapped = self._maps.get(self.path, self.index.files[number], self._dtype)
             low = at - int(self._starts[number])
             taken = mapped[low : low + stop - at]
             out[at - start : at - start + len(taken)] = taken
@@ -157,37 +131,21 @@ class TokenStore:
 
     def offsets(self) -> np.ndarray:
         """First token of every document, then the number of all tokens; mapped, int64."""
-        if self._offsets is None:
-            self._offsets = np.memmap(self.path / DOCUMENTS, dtype="<i8", mode="r")
-        return self._offsets
+        return self._maps.get(self.path, self.index.offsets, np.dtype("<i8"))
 
     def faults(self) -> Iterator[CorruptDataError | int]:
         """Reads everything: yields the size of every sound piece and one error per faulty piece or file."""
         for stored in self._all_files():
             try:
-                _check_size(self.path, stored)
+                check_size(self.path, stored)
             except CorruptDataError as fault:
                 yield fault
                 continue
-            yield from _check_pieces(self.path, stored)
+            yield from check_pieces(self.path, stored)
         yield from self._check_offsets()
 
     def _all_files(self) -> tuple[StoredFile, ...]:
         return (*self.index.files, self.index.offsets, *self.index.extra)
-
-    def _map(self, number: int) -> np.ndarray:
-        # A mapped file costs a file descriptor, and a large store has thousands of files.
-        with self._lock:
-            mapped = self._maps.get(number)
-            if mapped is None:
-                stored = self.index.files[number]
-                _check_size(self.path, stored)
-                mapped = np.memmap(self.path / stored.name, dtype=self._dtype, mode="r")
-                self._maps[number] = mapped
-                if len(self._maps) > MAPPED_FILES:
-                    self._maps.popitem(last=False)
-            self._maps.move_to_end(number)
-            return mapped
 
     def _beyond_vocabulary(self, start: int, tokens: np.ndarray) -> CorruptDataError:
         at = start + int((tokens >= self.index.vocab).argmax())
@@ -264,30 +222,6 @@ def write_index(folder: Path, index: StoreIndex) -> None:
     body = {"format": FORMAT, "version": VERSION, **asdict(index), "digest": index.digest}
     body["self"] = xxhash.xxh3_128_hexdigest(_canonical(body))
     write_durably(folder / INDEX, json.dumps(body, indent=1).encode())
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Replaces `path` by a file with these bytes, fsynced, in one step."""
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    with open(partial, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-
-
-def sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def hash_bytes(name: str, data: bytes) -> StoredFile:
-    hasher = PieceHasher()
-    hasher.update(data)
-    return hasher.stored(name)
 
 
 def token_dtype(vocab: int) -> str:
@@ -371,40 +305,3 @@ def _parse_index(file: Path, parsed: dict[str, Any]) -> StoreIndex:
         return StoreIndex(**fields)
     except (KeyError, TypeError) as error:
         raise CorruptDataError(f"{file} lacks what version {VERSION} needs: {error}", code="SR351") from error
-
-
-def _check_size(folder: Path, stored: StoredFile) -> None:
-    path = folder / stored.name
-    try:
-        found = path.stat().st_size
-    except FileNotFoundError:
-        found = -1
-    if found == stored.bytes:
-        return
-    has = "is missing" if found < 0 else f"has {found} bytes instead of {stored.bytes}"
-    piece = max(0, min(found, stored.bytes)) // PIECE_BYTES
-    raise CorruptDataError(
-        f"{path} {has}",
-        code="SR353",
-        where=f"{path}, piece {piece} of {len(stored.hashes) // 32}",
-        try_=("restore the file from a copy or build the store again",),
-    )
-
-
-def _check_pieces(folder: Path, stored: StoredFile) -> Iterator[CorruptDataError | int]:
-    path = folder / stored.name
-    pieces = len(stored.hashes) // 32
-    with open(path, "rb") as file:
-        for piece in range(pieces):
-            data = file.read(PIECE_BYTES)
-            found, wanted = xxhash.xxh3_128_hexdigest(data), stored.hashes[32 * piece : 32 * piece + 32]
-            if found == wanted:
-                yield len(data)
-                continue
-            yield CorruptDataError(
-                f"piece {piece} of {path} is not what was written",
-                code="SR350",
-                where=f"{path}, bytes {piece * PIECE_BYTES} to {piece * PIECE_BYTES + len(data)}",
-                why=f"xxh3-128 {found}, the index says {wanted}",
-                try_=("restore the file from a copy or build the store again",),
-            )

@@ -21,21 +21,17 @@ from pathlib import Path
 import numpy as np
 
 from sirara.data.build_plan import BuildPlan
+from sirara.data.pieces import PieceHasher, StoredFile, hash_bytes, sync_folder, write_durably
 from sirara.data.readers import Document, PartReader
 from sirara.data.shards import Shard, ShardRecord, finished_shard, make_shard, start_worker, work
 from sirara.data.store import (
     DOCUMENTS,
     INDEX,
     TOKENIZER,
-    PieceHasher,
-    StoredFile,
     StoreIndex,
     TokenStore,
-    hash_bytes,
     read_index,
-    sync_folder,
     token_dtype,
-    write_durably,
     write_index,
 )
 from sirara.data.tokenizer import TextTokenizer, byte_tokenizer, train_bpe

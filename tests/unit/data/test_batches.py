@@ -285,6 +285,25 @@ def test_a_vocabulary_larger_than_the_models_is_refused(two):
         EvalBatches(two[0], seq_len=SEQ, micro_batch=MICRO, vocab=100)
 
 
+def test_a_blend_of_more_stores_than_files_may_be_open_is_read(tmp_path):
+    import resource
+
+    paths = [tmp_path / f"s{n}" for n in range(300)]
+    for n, path in enumerate(paths):
+        make_store(path, 20 + n % 7, seed=n, documents=1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (290, limits[1]))
+    try:
+        with batches_of(*paths) as batches:
+            seen = set()
+            for i in range(150):
+                batches.microbatch(0, i)
+                seen.update(batches.order.locate(i * MICRO, MICRO).source.tolist())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert seen == set(range(300))
+
+
 def test_a_store_without_a_target_is_refused(tmp_path):
     make_store(tmp_path / "a", 1, documents=1)
     with pytest.raises(DataError, match="nothing to predict"):
@@ -349,7 +368,8 @@ def test_evaluation_has_each_target_in_exactly_one_batch(tmp_path, tokens):
 
 def test_batches_of_a_store_beyond_two_to_the_32_tokens(tmp_path):
     # Only the addresses matter here: a hole in a file, and one sample written at its end.
-    from sirara.data.store import DOCUMENTS, StoredFile, StoreIndex, hash_bytes, write_index
+    from sirara.data.pieces import StoredFile, hash_bytes
+    from sirara.data.store import DOCUMENTS, StoreIndex, write_index
 
     folder, tokens = tmp_path / "large", 2**32 + 4097
     folder.mkdir()

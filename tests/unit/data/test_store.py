@@ -8,14 +8,12 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirara.data import store as store_module
+from sirara.data import pieces as pieces_module
+from sirara.data.pieces import MappedFiles, PieceHasher, StoredFile, hash_bytes
 from sirara.data.store import (
     DOCUMENTS,
-    PieceHasher,
-    StoredFile,
     StoreIndex,
     TokenStore,
-    hash_bytes,
     token_dtype,
     write_index,
     write_store,
@@ -53,8 +51,7 @@ def test_any_slice_is_that_of_the_stream(tmp_path):
             np.testing.assert_array_equal(found, whole[start:stop])
 
 
-def test_slices_run_over_many_files_without_a_seam(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_module, "MAPPED_FILES", 2)
+def test_slices_run_over_many_files_without_a_seam(tmp_path):
     docs = documents(7, 7, 7, 7)
     single = write_store(tmp_path / "one", docs, vocab=100, eot=EOT)
     folder = tmp_path / "many"
@@ -79,7 +76,8 @@ def test_slices_run_over_many_files_without_a_seam(tmp_path, monkeypatch):
             offsets=index.offsets,
         ),
     )
-    many = TokenStore.open(folder)
+    # With room for two maps of five files, files are mapped and dropped again.
+    many = TokenStore.open(folder, maps=MappedFiles(limit=2))
     for start in range(len(whole)):
         np.testing.assert_array_equal(many.read(start, len(whole)), whole[start:])
         np.testing.assert_array_equal(many.read(start, start + 1), whole[start : start + 1])
@@ -113,7 +111,7 @@ def test_tokens_beyond_two_to_the_32_are_found(tmp_path):
         file.write(np.array([11, 22, 33], dtype="<u2").tobytes())
     offsets = np.array([0, at + 1, tokens], dtype="<i8").tobytes()
     (folder / DOCUMENTS).write_bytes(offsets)
-    pieces = -(-2 * tokens // store_module.PIECE_BYTES)
+    pieces = -(-2 * tokens // pieces_module.PIECE_BYTES)
     write_index(
         folder,
         StoreIndex(
@@ -139,14 +137,14 @@ def test_tokens_beyond_two_to_the_32_are_found(tmp_path):
 def test_hashes_are_those_of_whole_pieces_however_the_file_was_written(cuts):
     raw = np.random.default_rng(1).bytes(sum(cuts))
     hasher, at = PieceHasher(), 0
-    original, store_module.PIECE_BYTES = store_module.PIECE_BYTES, 256
+    original, pieces_module.PIECE_BYTES = pieces_module.PIECE_BYTES, 256
     try:
         for cut in cuts:
             hasher.update(raw[at : at + cut])
             at += cut
         stored = hasher.stored("f")
     finally:
-        store_module.PIECE_BYTES = original
+        pieces_module.PIECE_BYTES = original
     pieces = [raw[low : low + 256] for low in range(0, len(raw), 256)]
     assert stored.bytes == len(raw)
     assert stored.hashes == "".join(xxhash.xxh3_128_hexdigest(piece) for piece in pieces)
@@ -169,7 +167,7 @@ def test_a_flipped_bit_is_found_and_named(tmp_path, name):
 
 
 def test_the_faulty_piece_of_a_large_file_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_module, "PIECE_BYTES", 64)
+    monkeypatch.setattr(pieces_module, "PIECE_BYTES", 64)
     store = write_store(tmp_path / "s", documents(200), vocab=100, eot=EOT)
     flip(tmp_path / "s" / "tokens-00000.bin", 2 * 64 + 3)
     faults = [found for found in store.faults() if isinstance(found, CorruptDataError)]
