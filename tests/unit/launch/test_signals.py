@@ -49,14 +49,14 @@ def test_nothing_is_asked_at_first(run):
 def test_a_stop_signal_is_a_stop_at_every_later_step(run, handlers, number):
     asked = requests_of(run, rank=1)
     with asked.installed():
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         assert [asked(), asked()] == ["stop", "stop"]
 
 
 def test_a_save_signal_is_one_save(run, handlers):
     asked = requests_of(run, rank=1)
     with asked.installed():
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         assert [asked(), asked()] == ["save", ""]
 
 
@@ -64,13 +64,14 @@ def test_an_ignored_hangup_stays_ignored(run, handlers):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     asked = requests_of(run)
     with asked.installed():
-        os.kill(os.getpid(), signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
         assert asked() == ""
 
 
 def test_a_signal_that_came_before_the_handlers_is_not_lost(run, handlers):
+    # To this thread: a signal for the process would find another one under pytest-xdist and kill the worker.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     asked = requests_of(run)
     with asked.installed():
         assert asked() == "stop"
@@ -79,7 +80,7 @@ def test_a_signal_that_came_before_the_handlers_is_not_lost(run, handlers):
 def test_a_signal_after_the_work_does_not_kill(run, handlers):
     with requests_of(run).installed():
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
 
 
 def test_requests_in_the_folder_are_taken_once_by_rank_0(run):
