@@ -35,16 +35,17 @@ class Fault:
 
 
 def scrub(snapshot: Snapshot) -> list[Fault]:
-    """Every fault of a step: sizes, headers and small files, every piece, coverage, and the Hugging Face
-    side."""
+    """Every fault of a step: sizes, headers and small files, every piece, coverage, the Hugging Face side."""
     m = snapshot.manifest
-    faults = [
-        Fault(file=Path(text.split(" is ", 1)[0]).name, what=text) for text in size_faults(snapshot.path, m)
+    sizes = [Fault(file=file, what=what) for file, what in size_faults(snapshot.path, m)]
+    absent = {fault.file for fault in sizes if fault.what == "is missing"}
+    return [
+        *sizes,
+        *(fault for fault in scrub_pieces(snapshot) if fault.file not in absent),
+        *_overlapping(snapshot),
+        *_foreign(snapshot),
+        *(fault for fault in _weights_side(snapshot) if fault.file not in absent),
     ]
-    faults += scrub_pieces(snapshot)
-    faults += _overlapping(snapshot)
-    faults += _weights_side(snapshot)
-    return faults
 
 
 def scrub_pieces(snapshot: Snapshot) -> Iterator[Fault]:
@@ -96,6 +97,14 @@ def _overlapping(snapshot: Snapshot) -> Iterator[Fault]:
         for i, j in collisions(saved, boxes):
             file = m.files[int(m.pieces.file[index[i]])].name
             yield Fault(file=file, tensor=tensor.name, box=str(boxes[i]), what=f"overlaps {boxes[j]}")
+
+
+def _foreign(snapshot: Snapshot) -> Iterator[Fault]:
+    """Tensor files that do not belong here: a loader that takes every file would mix them in."""
+    known = {f.name for f in snapshot.manifest.files}
+    for path in sorted(snapshot.path.glob("*.safetensors")):
+        if path.name not in known:
+            yield Fault(file=path.name, what="is not part of this step")
 
 
 def _weights_side(snapshot: Snapshot) -> Iterator[Fault]:

@@ -1,4 +1,4 @@
-"""docs/checkpoint-format.md is exact: its reader is run, what it says about bytes is checked on a real step."""
+"""docs/checkpoint-format.md is exact: its reader is run, its claims are checked on a real step."""
 
 import json
 import re
