@@ -19,6 +19,10 @@ from sirara.errors import CommError, CommTimeout
 
 Tensor = torch.Tensor
 
+# torch 2.13 has new names for these two and warns of the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 SECONDARY = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -119,7 +123,7 @@ class Comm:
         if full_P.is_cuda:
             self._note(what, parts[self.rank].numel() * full_P.element_size() * (self.size - 1))
             with self.translate(what):
-                work = dist.all_gather_into_tensor(full_P, parts[self.rank], group=self.group, async_op=True)
+                work = _all_gather(full_P, parts[self.rank], group=self.group, async_op=True)
             return Transfer(self, what, [work] if work else (), (full_P,))
         peers = [(self.rank + i) % self.size for i in range(1, self.size)]
         return self.exchange(
@@ -133,7 +137,7 @@ class Comm:
         out = row_N.new_empty(self.size * row_N.numel())
         self._note(what, row_N.numel() * row_N.element_size() * (self.size - 1))
         with self.translate(what):
-            dist.all_gather_into_tensor(out, row_N.contiguous(), group=self.group)
+            _all_gather(out, row_N.contiguous(), group=self.group)
         return out.view(self.size, -1)
 
     def reduce_scatter_sum(self, what: str, full_P: Tensor) -> Tensor:
@@ -146,7 +150,7 @@ class Comm:
         self._note(what, full_P.numel() * full_P.element_size())
         out_S = full_P.new_empty(full_P.numel() // self.size)
         with self.translate(what):
-            dist.reduce_scatter_tensor(out_S, full_P, group=self.group)
+            _reduce_scatter(out_S, full_P, group=self.group)
         return out_S
 
     def _note(self, what: str, sent_bytes: int) -> None:
