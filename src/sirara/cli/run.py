@@ -157,7 +157,7 @@ def _with_agent(job: _Job, run: RunFolder, workers: Workers) -> Result:
     from sirara.launch.supervise import Crew, supervise
 
     def command(attempt: int, resume: bool) -> list[str]:
-        verb = [sys.executable, "-m", "sirara", "worker", str(run.path.absolute())]
+        verb = [sys.executable, "-m", "sirara", "worker", str(run.path)]
         return [
             *verb,
             "--attempt",
@@ -191,7 +191,7 @@ def _work_for(launcher: Launcher, job: _Job) -> None:
         run = earlier or job.folder(launcher.identity)
         kept = run.record().get("threads")
         attempt = replace(job, run=run).begin(run, kept or _threads_of_launcher(job))
-        return Agreement(path=run.path.absolute(), attempt=attempt, resume=bool(run.committed_steps()))
+        return Agreement(path=run.path, attempt=attempt, resume=bool(run.committed_steps()))
 
     try:
         # The store must live as long as the ranks use it, so it is held here.

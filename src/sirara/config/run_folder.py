@@ -67,7 +67,7 @@ class RunFolder:
     """One run on disk.  Paths are properties; nothing is cached, so that every process sees the same."""
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()
         self._lock_fd = -1
 
     def __repr__(self) -> str:
@@ -145,7 +145,7 @@ class RunFolder:
     @property
     def id(self) -> str:
         """`<name>-<8 hex>`"""
-        return self.path.name or self.path.absolute().name
+        return self.path.name
 
     @property
     def config(self) -> Path:

@@ -25,6 +25,7 @@ from sirara.events import JsonLines
 FILE_ONLY = "sirara.file"
 """Name of the logger whose lines do not go to the console."""
 
+WARNINGS = "py.warnings"
 log = logging.getLogger("sirara")
 
 
@@ -55,7 +56,9 @@ def worker_logs(run: RunFolder, *, attempt: int, rank: int, world: int) -> Itera
     console = logging.StreamHandler(console_stream)
     console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     console.setFormatter(LineFormatter(rank=rank if world > 1 else None))
-    console.addFilter(lambda record: record.name != FILE_ONLY)
+    # A warning of Python is the same on all ranks.
+    silent = (FILE_ONLY,) if rank == 0 else (FILE_ONLY, WARNINGS)
+    console.addFilter(lambda record: record.name not in silent)
     file = logging.StreamHandler(file_stream)
     file.setFormatter(LineFormatter(rank=None))
     handlers: list[logging.Handler] = [console, file, _RecordHandler(records)]
@@ -115,7 +118,10 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname} "
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        text = f"{clock} {self._prefix}{level}{record.getMessage()}"
+        message = record.getMessage()
+        if record.name == WARNINGS:
+            message = message.partition("\n")[0]  # without the source line
+        text = f"{clock} {self._prefix}{level}{message}"
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
         return text
