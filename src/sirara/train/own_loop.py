@@ -166,7 +166,9 @@ class Trainer:
                 try_=["sirara ckpt verify", f"remove {snapshot.path} to continue from an older step"],
             )
         ids = self.batches.ids_digest(self.state.counters.samples, self.config.train.global_batch)
-        if self.grade.name == "exact" and ids != record["next_batch"]:
+        if self.batches.change:
+            self.grade = Grade("close", (*self.grade.why, self.batches.change))
+        elif self.grade.name == "exact" and ids != record["next_batch"]:
             raise CheckpointError(
                 f"the next batch after step {snapshot.step} would not hold the samples that were due",
                 code="SR524",
