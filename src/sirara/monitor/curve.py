@@ -3,12 +3,27 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from sirara.config.run_folder import RunFolder
+from sirara.monitor.state import curves, live_metrics
+
 Curves = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Dot (row, column) of a Braille cell -> its bit.
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 BLANK = 0x2800
+
+
+def draw_text(folder: Path, *, width: int = 78, height: int = 12) -> str:
+    """The loss curve of a run for a terminal: every step that counts, over all its attempts."""
+    steps, losses = curves(live_metrics(RunFolder(folder))).get("train", ([], []))
+    return "\n".join(terminal_curve(steps, losses, width=width, height=height))
+
+
+def draw_png(folder: Path, path: Path) -> None:
+    """The loss curves of a run, training and evaluation, as a PNG (needs matplotlib, the extra `plot`)."""
+    run = RunFolder(folder)
+    write_png(path, curves(live_metrics(run)), title=run.id)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -135,14 +135,15 @@ def follow(
         yield from (line.decode(errors="replace") for line in lines)
         if chunk:
             continue
-        if newest > attempt and file_of(newest).exists():
-            attempt, position, rest = newest, 0, b""
-        elif not running:
-            if rest:
-                yield rest.decode(errors="replace")
-            return
-        else:
+        later = newest > attempt and file_of(newest).exists()
+        if running and not later:
             pause()
+            continue
+        if rest:
+            yield rest.decode(errors="replace")
+        if not later:
+            return
+        attempt, position, rest = newest, 0, b""
 
 
 def age(moment: float | None) -> str:
