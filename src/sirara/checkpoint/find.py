@@ -48,5 +48,14 @@ def find(target: str) -> Found:
     path = Path(target)
     if (path / MANIFEST).is_file():
         return Found(folder=path.parent, only=path)
-    folder = path if committed_steps(path) and path.is_dir() else RunFolder.find(target).checkpoints
+    folder = _folder(path) or RunFolder.find(target).checkpoints
     return Found(folder=folder, steps=tuple(committed_steps(folder)))
+
+
+def _folder(path: Path) -> Path | None:
+    """The folder of steps that a path means, when it is one or holds one."""
+    if (path / "checkpoints").is_dir():
+        return path / "checkpoints"
+    if path.is_dir() and (path.name == "checkpoints" or committed_steps(path)):
+        return path
+    return None

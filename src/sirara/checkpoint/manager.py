@@ -19,15 +19,14 @@ import xxhash
 
 from sirara.checkpoint.ranges import NamedRange, dtype_name
 from sirara.checkpoint.reader import MANIFEST, Snapshot
-from sirara.checkpoint.report import Report, assemble, failure_name, report_name
+from sirara.checkpoint.report import assemble, failure_name, report_name, wait_for_reports
 from sirara.checkpoint.retention import VERIFIED, delete_step, expendable, is_verified, mark_verified
 from sirara.checkpoint.scrub import scrub_pieces
 from sirara.checkpoint.steps import clear_leftovers, committed_steps, save_uuid, step_name
-from sirara.checkpoint.storage import Disk, storage_error
+from sirara.checkpoint.storage import Disk, names_in
 from sirara.checkpoint.writer import check_ranges, write_part
 from sirara.errors import (
     CheckpointError,
-    CommTimeout,
     ConfigError,
     InvariantError,
     SiraraError,
@@ -100,6 +99,7 @@ class CheckpointManager:
         self._disk = disk or Disk()
         self._uuids: list[str] = []  # of this attempt's saves, the one in progress last
         self._verified: set[str] = set()
+        self._faulty: set[int] = set()  # steps that could not be read back
         self._planned: tuple[Sequence[PlannedTensor], SavePlan] | None = None
         self.times: SaveTimes | None = None
         if rank == 0:
@@ -141,7 +141,7 @@ class CheckpointManager:
             if self.rank != 0:
                 return None
             extras = self._write_extras(files, temp, hf_files)
-            reports = self._wait_for_reports(files, temp, uuid, step)
+            reports = wait_for_reports(files, temp, uuid=uuid, step=step, deadline_s=self._deadline_s)
             manifest = assemble(
                 files,
                 reports,
@@ -178,7 +178,7 @@ class CheckpointManager:
     def _is_saved(self, final: Path, step: int, record: dict[str, Any]) -> bool:
         """True when this very state is committed already: a stop right after a periodic save, a replayed
         step."""
-        if not (final / MANIFEST).exists():
+        if step in self._faulty or not (final / MANIFEST).exists():
             return False
         try:
             return Snapshot(final, run=self.run, step=step).record == record
@@ -230,52 +230,11 @@ class CheckpointManager:
             entries.append(FileEntry(name=name, size=len(data), head=len(data), hash=check))
         return entries
 
-    def _wait_for_reports(self, files: SavePlan, temp: Path, uuid: str, step: int) -> dict[int, Report]:
-        until = time.monotonic() + self._deadline_s
-        missing, pause_s = set(files.writers), 0.001
-        reports: dict[int, Report] = {}
-        while True:
-            names = _names_in(temp)
-            for rank in sorted(missing):
-                if failure_name(rank) in names:
-                    raise StorageError(
-                        f"rank {rank} could not write its part of step {step}",
-                        code="SR603",
-                        why=_read_text(temp / failure_name(rank)),
-                    )
-                if report_name(rank) in names:
-                    reports[rank] = self._report(files, temp, rank, uuid)
-            missing -= reports.keys()
-            if not missing:
-                return reports
-            if time.monotonic() >= until:
-                ranks = ", ".join(map(str, sorted(missing)))
-                raise CommTimeout(
-                    f"the save of step {step} lacks {len(missing)} of {len(files.writers)} ranks: {ranks}",
-                    where=str(temp),
-                    why=f"no report within {self._deadline_s:g} s",
-                    try_="look at the logs of these ranks; committed checkpoints are untouched",
-                )
-            time.sleep(pause_s)
-            pause_s = min(0.05, 2 * pause_s)
-
-    def _report(self, files: SavePlan, temp: Path, rank: int, uuid: str) -> Report:
-        path = temp / report_name(rank)
-        report = Report.from_bytes(_read_text(path).encode())
-        lengths = tuple(p.length for p in files.pieces_of.get(rank, ()))
-        if (report.uuid, report.rank, report.plan, report.lengths) != (uuid, rank, files.digest, lengths):
-            raise InvariantError(
-                f"rank {rank} saved by another plan than rank 0",
-                where=str(path),
-                why=f"its plan is {report.plan}, ours {files.digest}; its uuid {report.uuid}, ours {uuid}",
-            )
-        return report
-
     def _commit(self, temp: Path, final: Path, manifest: Manifest) -> None:
         disk = self._disk
         disk.write_file(temp / MANIFEST, manifest.to_bytes())
         planned = {f.name for f in manifest.files} | {MANIFEST}
-        for name in sorted(_names_in(temp) - planned):
+        for name in sorted(names_in(temp) - planned):
             disk.remove(temp / name)
         disk.sync_folder(temp)
         if self._fence is not None:
@@ -300,6 +259,7 @@ class CheckpointManager:
             raise fault.error()
         uuid = snapshot.manifest.uuid
         self._verified.add(uuid)
+        self._faulty.discard(step)
         try:
             total = sum(f.size for f in snapshot.manifest.files)
             mark_verified(self._disk, final, uuid=uuid, bytes_read=total)
@@ -311,7 +271,10 @@ class CheckpointManager:
         """Retention, now that `step` is committed and verified. What cannot be deleted is tried again
         next time."""
         committed = committed_steps(self.folder)
-        verified = {s for s in committed if self._is_verified(s)}
+        verified: set[int] = set()
+        for s in committed:
+            if s <= step and len(verified) < self._keep_last and self._is_verified(s):
+                verified.add(s)
         try:
             for old in expendable(
                 committed, verified, newest=step, keep_last=self._keep_last, keep_every=self._keep_every
@@ -369,8 +332,7 @@ class CheckpointManager:
             if not fault:
                 return Restored(step=step, skipped=tuple(skipped))
             skipped.append((step, fault))
-            if self.rank == 0:
-                _log.warning("checkpoint of step %d cannot be used: %s", step, fault)
+            self._distrust(step, fault)
         if not skipped:
             return None
         raise CheckpointError(
@@ -380,20 +342,16 @@ class CheckpointManager:
             try_="sirara ckpt verify names every bad piece",
         )
 
+    def _distrust(self, step: int, fault: str) -> None:
+        """A step that cannot be read counts as verified no more, and is written anew when it is reached again."""
+        self._faulty.add(step)
+        if self.rank == 0:
+            _log.warning("checkpoint of step %d cannot be used: %s", step, fault)
+            try:
+                self._disk.remove(self.folder / step_name(step) / VERIFIED)
+            except StorageError as error:
+                _log.warning("%s", error)
+
     def clean(self) -> list[str]:
         """Removes what dead attempts and failed saves left. Returns the names of the removed folders."""
         return clear_leftovers(self._disk, self.folder, attempt=self.attempt, ended=self._uuids)
-
-
-def _names_in(folder: Path) -> set[str]:
-    try:
-        return {path.name for path in folder.iterdir()}
-    except OSError as fault:
-        raise storage_error(fault, folder) from fault
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError as fault:
-        raise storage_error(fault, path) from fault

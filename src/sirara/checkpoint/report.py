@@ -1,4 +1,4 @@
-"""Reports, and the manifest that the committer makes of them.
+"""Reports: how the committer knows that all ranks are done, and the manifest that it makes of them.
 
 A report is what one rank says when its bytes are durable; the manifest is the plan, all ranks' hashes and
 the training record.
@@ -7,13 +7,17 @@ the training record.
 import importlib.metadata
 import json
 import platform
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from sirara.checkpoint.storage import names_in, read_file
+from sirara.errors import CommTimeout, InvariantError, StorageError
 from sirara.pure.manifest import HASH_BYTES, FileEntry, Manifest, Pieces, TensorEntry
 from sirara.pure.saveplan import SavePlan
 
@@ -62,6 +66,54 @@ def report_name(rank: int) -> str:
 
 def failure_name(rank: int) -> str:
     return f"failed-{rank}.txt"
+
+
+def wait_for_reports(
+    plan: SavePlan, temp: Path, *, uuid: str, step: int, deadline_s: float
+) -> dict[int, Report]:
+    """The reports of all ranks that have something to write.
+
+    Raises:  CommTimeout naming the ranks that did not report in time; StorageError when a rank says that it
+             failed; InvariantError when one wrote by another plan.
+    """
+    until = time.monotonic() + deadline_s
+    missing, pause_s = set(plan.writers), 0.001
+    reports: dict[int, Report] = {}
+    while True:
+        names = names_in(temp)
+        for rank in sorted(missing):
+            if failure_name(rank) in names:
+                said = read_file(temp / failure_name(rank)).decode(errors="replace")
+                raise StorageError(
+                    f"rank {rank} could not write its part of step {step}", code="SR603", why=said
+                )
+            if report_name(rank) in names:
+                reports[rank] = _checked(plan, temp / report_name(rank), rank, uuid)
+        missing -= reports.keys()
+        if not missing:
+            return reports
+        if time.monotonic() >= until:
+            ranks = ", ".join(map(str, sorted(missing)))
+            raise CommTimeout(
+                f"the save of step {step} lacks {len(missing)} of {len(plan.writers)} ranks: {ranks}",
+                where=str(temp),
+                why=f"no report within {deadline_s:g} s",
+                try_="look at the logs of these ranks; committed checkpoints are untouched",
+            )
+        time.sleep(pause_s)
+        pause_s = min(0.05, 2 * pause_s)
+
+
+def _checked(plan: SavePlan, path: Path, rank: int, uuid: str) -> Report:
+    report = Report.from_bytes(read_file(path))
+    lengths = tuple(p.length for p in plan.pieces_of.get(rank, ()))
+    if (report.uuid, report.rank, report.plan, report.lengths) != (uuid, rank, plan.digest, lengths):
+        raise InvariantError(
+            f"rank {rank} saved by another plan than rank 0",
+            where=str(path),
+            why=f"its plan is {report.plan}, ours {plan.digest}; its uuid {report.uuid}, ours {uuid}",
+        )
+    return report
 
 
 def assemble(

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from sirara.checkpoint.reader import MANIFEST
-from sirara.checkpoint.storage import Disk, storage_error
+from sirara.checkpoint.storage import Disk, names_in
 
 _STEP = re.compile(r"step-(\d+)")
 _HIDDEN = re.compile(r"\.step-(\d+)\.(tmp|old|gone)-([0-9a-f]{8}-[0-9a-f-]{27})")
@@ -74,10 +74,5 @@ def _step_folders(folder: Path) -> list[tuple[int, bool]]:
     return [(s, (folder / step_name(s) / MANIFEST).exists()) for s in set(steps)]
 
 
-def _names(folder: Path) -> list[str]:
-    try:
-        return [path.name for path in folder.iterdir()]
-    except FileNotFoundError:
-        return []
-    except OSError as fault:
-        raise storage_error(fault, folder) from fault
+def _names(folder: Path) -> set[str]:
+    return names_in(folder) if folder.exists() else set()

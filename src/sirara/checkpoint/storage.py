@@ -151,6 +151,21 @@ def free_bytes(path: Path) -> int | None:
     return None
 
 
+def names_in(folder: Path) -> set[str]:
+    """The names in a folder. Raises StorageError when it cannot be listed."""
+    try:
+        return set(os.listdir(folder))
+    except OSError as fault:
+        raise storage_error(fault, folder) from fault
+
+
+def read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as fault:
+        raise storage_error(fault, path) from fault
+
+
 def storage_error(fault: OSError, path: Path, *, asked: int | None = None) -> StorageError:
     """The StorageError for an OSError at `path`."""
     if fault.errno in _FULL:

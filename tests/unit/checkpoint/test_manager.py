@@ -22,6 +22,7 @@ from tests.checkpoints import (
     differing,
     even,
     flat_cuts,
+    flip_bit,
     in_ranks,
     load,
     manager,
@@ -308,6 +309,31 @@ def test_restore_takes_the_newest_step_that_reads_well_and_tells_why_not_the_new
     assert "model.safetensors: its bytes hash to" in found.skipped[1][1]
     assert differing(state, got) == []
     assert "checkpoint of step 4 cannot be used" in caplog.text
+
+
+def test_a_step_that_could_not_be_read_is_written_anew_and_counts_no_more_until_then(tmp_path):
+    state, boxes = small_state(), even(small_state(), 1)
+    for step in (1, 2, 3):
+        path = save(tmp_path, step, state)
+    flip_bit(path / "model.safetensors", 4100)
+    m = manager(tmp_path, attempt=2, keep_last=2)
+
+    def again(step):
+        return m.save(
+            step,
+            plan=plan_of(state, boxes),
+            ranges=ranges_of(state, boxes, 0),
+            record={"step": step, "tokens": 100 * step},  # what the run would save again, bit for bit
+            hf_files={"config.json": b"{}\n"},
+            aliases={},
+        )
+
+    assert m.restore(lambda snapshot: load(snapshot, state) and None).step == 2
+    assert not (path / "verified.json").exists()
+    again(4)
+    assert m.newest() == [4, 3, 2]  # 3 is no good, so 2 is the second one
+    again(3)
+    assert differing(state, load(m.open(3), state)) == []
 
 
 def test_all_ranks_take_the_step_that_every_rank_can_read(tmp_path):
