@@ -343,7 +343,7 @@ class CheckpointManager:
         )
 
     def _distrust(self, step: int, fault: str) -> None:
-        """A step that cannot be read is not verified any more, and is written anew when it is reached again."""
+        """A step that cannot be read is not verified any more, and is written anew when reached again."""
         self._faulty.add(step)
         if self.rank == 0:
             _log.warning("checkpoint of step %d cannot be used: %s", step, fault)
