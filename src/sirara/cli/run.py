@@ -9,13 +9,14 @@ import os
 import sys
 import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import click
 
 from sirara.cli.options import WITH_OVERRIDES, json_option, overrides, say_json
-from sirara.cli.preflight import preflight
+from sirara.cli.preflight import check_continues, preflight
 from sirara.cli.worker import attempt_config, leave, train_here
 from sirara.config.load import Loaded, load
 from sirara.config.run_folder import RunFolder, write_durably
@@ -59,6 +60,8 @@ def resume(run_name: str, overrides: list[str], as_json: bool, dry_run: bool) ->
     """
     found = RunFolder.find(run_name)
     loaded = load(found.config, overrides, os.environ)
+    if found.committed_steps():
+        check_continues(load(found.config).config, loaded.config)
     _go(_Job(loaded=loaded, run=found, as_json=as_json), dry_run=dry_run)
 
 
@@ -93,11 +96,14 @@ class _Job:
     as_json: bool
 
     def begin(self, run: RunFolder, threads: int) -> int:
-        """Owns the run under a new attempt, whose configuration is this one."""
+        """Owns the run under a new attempt, whose configuration is this one.
+
+        It becomes the run's when the first step begins: a resume that cannot load must not spoil
+        the next one.
+        """
         attempt = run.begin_attempt(wait_s=WAIT_FOR_OWNER_S)
         run.logs(attempt).mkdir(parents=True, exist_ok=True)
-        for path in (Path(attempt_config(run, attempt)), run.config):
-            write_durably(path, self.loaded.text)
+        write_durably(Path(attempt_config(run, attempt)), self.loaded.text)
         run.keep(threads=threads)
         return attempt
 
@@ -184,19 +190,35 @@ def _with_agent(job: _Job, run: RunFolder, workers: Workers) -> Result:
 
 def _work_for(launcher: Launcher, job: _Job) -> None:
     """This process as one rank of somebody else's launch; does not return."""
+    from torch.distributed import TCPStore
+
     os.environ.update(launcher.environment())
-    run_dir = Path(job.loaded.config.run_dir)
+    timeout = timedelta(minutes=10)
+    store = TCPStore(
+        launcher.host,
+        launcher.port,
+        is_master=launcher.serves,
+        wait_for_workers=False,
+        multi_tenant=True,
+        timeout=timeout,
+    )
+    group_store = store
+    if launcher.rank == 0 and not launcher.serves:
+        # The store of torchrun's agent outlives a restart: the addresses of dead ranks would be found there.
+        group_store = TCPStore(
+            launcher.host, 0, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timeout
+        )
 
     def lead(earlier: RunFolder | None) -> Agreement:
         run = earlier or job.folder(launcher.identity)
         kept = run.record().get("threads")
         attempt = replace(job, run=run).begin(run, kept or _threads_of_launcher(job))
-        return Agreement(path=run.path, attempt=attempt, resume=bool(run.committed_steps()))
+        resume = bool(run.committed_steps())
+        return Agreement(path=run.path, attempt=attempt, resume=resume, port=group_store.port)
 
     try:
-        # The store must live as long as the ranks use it, so it is held here.
-        store = _launcher_store(launcher)
-        agreed = agree(launcher, store, lead, run_dir=run_dir)
+        agreed = agree(launcher, store, lead, run_dir=Path(job.loaded.config.run_dir))
+        os.environ.update({"MASTER_PORT": str(agreed.port), "TORCHELASTIC_USE_AGENT_STORE": "False"})
         seat = Seat(
             run=RunFolder(agreed.path),
             attempt=agreed.attempt,
@@ -215,23 +237,6 @@ def _work_for(launcher: Launcher, job: _Job) -> None:
         _say_result(result, job.as_json)
     # torchrun restarts every worker that does not end with 0.
     sys.exit(Exit.DONE if launcher.kind == "torchrun" else _exit_code(result))
-
-
-def _launcher_store(launcher: Launcher) -> Any:
-    from datetime import timedelta
-
-    from torch.distributed import HashStore, TCPStore
-
-    if launcher.world == 1 and not launcher.port:
-        return HashStore()
-    return TCPStore(
-        launcher.host,
-        launcher.port,
-        is_master=launcher.serves,
-        wait_for_workers=False,
-        multi_tenant=True,
-        timeout=timedelta(minutes=10),
-    )
 
 
 def _threads_of_launcher(job: _Job) -> int:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -67,11 +67,15 @@ class Launcher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What all ranks of one start work on."""
+    """What all ranks of one start work on.
+
+    port: where rank 0 serves the store of the process group on MASTER_ADDR.
+    """
 
     path: Path
     attempt: int
     resume: bool
+    port: int
 
 
 class Refused(SiraraError):
@@ -113,12 +117,12 @@ def agree(
             store.set(key, json.dumps({"refused": f"{error}".partition("\n")[0], "exit_code": code}))
             raise
         store.set(RUN_KEY, str(made.path))
-        store.set(key, json.dumps({"path": str(made.path), "attempt": made.attempt, "resume": made.resume}))
+        store.set(key, json.dumps({**asdict(made), "path": str(made.path)}))
         return made
     heard = json.loads(store.get(key))
     if "refused" in heard:
         raise Refused(f"rank 0 could not begin: {heard['refused']}", exit_code=heard["exit_code"])
-    return Agreement(path=Path(heard["path"]), attempt=heard["attempt"], resume=heard["resume"])
+    return Agreement(**{**heard, "path": Path(heard["path"])})
 
 
 def _earlier_run(launcher: Launcher, store: Store, run_dir: Path | None) -> RunFolder | None:
@@ -130,8 +134,10 @@ def _earlier_run(launcher: Launcher, store: Store, run_dir: Path | None) -> RunF
     return mine[-1] if mine else None
 
 
-def _torch_environment(env: Mapping[str, str]) -> Launcher:
+def _torch_environment(env: Mapping[str, str]) -> Launcher | None:
     rank, world = _number(env, "RANK", 0), _number(env, "WORLD_SIZE", 1)
+    if world == 1 and "TORCHELASTIC_RUN_ID" not in env:
+        return None  # left over in the environment; there is nobody to agree with
     if not 0 <= rank < world:
         raise ConfigError(
             f"RANK={rank} is not in a world of WORLD_SIZE={world}", code="SR120", where="environment"

@@ -44,7 +44,8 @@ class Requests:
     Args:    attempt: the attempt that this worker belongs to; rank 0 raises RunBusyError once a newer one
     owns the run.
              agent: pid of the agent that started this worker, None if it has none.
-             leave: ends the process when the agent is gone.
+             supervised: the agent is ours.  Another one that signals before the first step ends a broken
+             start. leave: ends the process when the agent is gone.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Requests:
         attempt: int,
         rank: int,
         agent: int | None,
+        supervised: bool = False,
         clock: Callable[[], float] = time.monotonic,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
@@ -61,6 +63,7 @@ class Requests:
         self._attempt = attempt
         self._rank = rank
         self._agent = agent
+        self._supervised = supervised
         self._clock = clock
         self._leave = leave
         self._stop_since: float | None = None
@@ -107,9 +110,11 @@ class Requests:
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         now = self._clock()
-        if self._stop_since is None:
-            self._stop_since = now
-        elif self._agent is None and now - self._stop_since >= SECOND_AFTER_S:
+        first, self._stop_since = self._stop_since is None, self._stop_since or now
+        again = self._agent is None and not first and now - self._stop_since >= SECOND_AFTER_S
+        # torchrun ends the peers of a rank that failed; one that still joins has nothing to save.
+        joining = self._agent is not None and not self._supervised and self.polls == 0
+        if again or joining:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

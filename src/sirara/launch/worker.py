@@ -93,7 +93,9 @@ def work(seat: Seat, entry: Callable[[Callable[[], str]], Outcome]) -> Result:
             seat.run.record_process(seat.attempt, role="worker", rank=seat.rank)
             if seat.agent is not None:
                 die_with_parent(seat.agent)
-            requests = Requests(seat.run, attempt=seat.attempt, rank=seat.rank, agent=seat.agent)
+            requests = Requests(
+                seat.run, attempt=seat.attempt, rank=seat.rank, agent=seat.agent, supervised=seat.supervised
+            )
             with requests.installed(), _stacks_on_demand(seat), _watchdog(seat, requests):
                 outcome = entry(requests)
             result = _result(seat, outcome)

@@ -67,6 +67,7 @@ def test_a_person_is_no_launcher():
     batch_script = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
     assert detect(batch_script) is None
     assert detect({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert detect({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}) is None
 
 
 def test_torchrun_is_known_by_its_environment():
@@ -108,7 +109,7 @@ def launcher(rank, **change):
 
 
 def test_all_ranks_agree_on_what_rank_0_made(tmp_path):
-    store, made = MemoryStore(), Agreement(path=tmp_path, attempt=4, resume=True)
+    store, made = MemoryStore(), Agreement(path=tmp_path, attempt=4, resume=True, port=7)
     heard = []
     waiter = threading.Thread(
         target=lambda: heard.append(agree(launcher(1), store, pytest.fail, run_dir=None))
@@ -137,7 +138,7 @@ def test_a_restart_finds_its_run_in_the_store(tmp_path):
 
     def lead(earlier):
         seen.append(earlier and earlier.path)
-        return Agreement(path=tmp_path / "run", attempt=1, resume=False)
+        return Agreement(path=tmp_path / "run", attempt=1, resume=False, port=7)
 
     agree(launcher(0), store, lead, run_dir=None)
     agree(launcher(0, TORCHELASTIC_RESTART_COUNT="1"), store, lead, run_dir=None)
@@ -151,7 +152,7 @@ def test_a_requeued_slurm_job_finds_its_run_by_identity_and_another_job_does_not
 
     def lead(earlier):
         seen.append(earlier and earlier.id)
-        return Agreement(path=tmp_path, attempt=1, resume=False)
+        return Agreement(path=tmp_path, attempt=1, resume=False, port=7)
 
     for change in ({}, {"SLURM_RESTART_COUNT": "1"}, {"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "78"}):
         requeued = detect({**SRUN, "SLURM_PROCID": "0", **change})

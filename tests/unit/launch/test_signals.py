@@ -53,6 +53,31 @@ def test_a_stop_signal_is_a_stop_at_every_later_step(run, handlers, number):
         assert [asked(), asked()] == ["stop", "stop"]
 
 
+EARLY = """
+import os, signal, sys
+from sirara.config.run_folder import RunFolder
+from sirara.launch.signals import Requests
+ours = sys.argv[2] == "ours"
+asked = Requests(RunFolder(sys.argv[1]), attempt=1, rank=1, agent=os.getppid(), supervised=ours)
+with asked.installed():
+    if sys.argv[3] == "stepping":
+        asked()
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(asked(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("agent", "moment", "code"),
+    [("ours", "joining", 0), ("torchrun", "joining", -signal.SIGTERM), ("torchrun", "stepping", 0)],
+)
+def test_under_a_foreign_agent_a_stop_before_the_first_step_ends_at_once(run, agent, moment, code):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-c", EARLY, str(run.path), agent, moment]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "" if code else "stop\n"), done.stderr
+
+
 def test_a_save_signal_is_one_save(run, handlers):
     asked = requests_of(run, rank=1)
     with asked.installed():
