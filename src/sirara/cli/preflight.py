@@ -3,11 +3,12 @@
 import os
 from pathlib import Path
 
+from sirara.config.check import SIZES, value_of
 from sirara.config.load import model_shape
 from sirara.config.schema import RunConfig
 from sirara.data.sources import check_vocab, open_sources, tokenizer_of
 from sirara.data.store import TokenStore
-from sirara.errors import DataError, StorageError
+from sirara.errors import ConfigError, DataError, StorageError
 from sirara.pure.families import ModelShape
 
 
@@ -28,6 +29,29 @@ def preflight(config: RunConfig) -> ModelShape:
             )
     _check_writable(Path(config.run_dir))
     return shape
+
+
+def check_continues(before: RunConfig, now: RunConfig) -> None:
+    """Refuses to resume with what the tensors or the order of the samples of a run hang on.
+
+    Raises:  ConfigError naming the key, its old and its new value.
+    """
+    for key in (*(f"model.{name}" for name in SIZES), "seed", "data.seq_len", "train.optimizer.name"):
+        _same(key, value_of(before, key), value_of(now, key))
+    # Masters are fp32 whatever the weights are, except in a run in fp64.
+    precisions = {before.train.precision, now.train.precision}
+    if "fp64" in precisions and len(precisions) == 2:
+        _same("train.precision", before.train.precision, now.train.precision)
+
+
+def _same(key: str, before: object, now: object) -> None:
+    if before != now:
+        raise ConfigError(
+            f"{key}={now} cannot be: this run has {key}={before}, and its checkpoints hang on it",
+            code="SR121",
+            where=key,
+            try_=[f"leave {key} as it is", "sirara run starts another run"],
+        )
 
 
 def _check_writable(run_dir: Path) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import click
 
-from sirara.config.load import load
-from sirara.config.run_folder import RunFolder
+from sirara.config.load import Loaded, load
+from sirara.config.run_folder import RunFolder, write_durably
 from sirara.launch.crash import exit_code_of
 from sirara.launch.worker import Outcome, Result, Seat, work
 
@@ -46,10 +46,25 @@ def train_here(seat: Seat, *, resume: bool) -> Result:
         from sirara.train.loop import train
 
         torch.set_num_threads(int(seat.run.record()["threads"]))
-        config = load(attempt_config(seat.run, seat.attempt)).config
-        return train(config, seat.run, attempt=seat.attempt, resume=resume, requests=requests)
+        loaded = load(attempt_config(seat.run, seat.attempt))
+        asked = _keeping(loaded, seat, requests)
+        return train(loaded.config, seat.run, attempt=seat.attempt, resume=resume, requests=asked)
 
     return work(seat, entry)
+
+
+def _keeping(loaded: Loaded, seat: Seat, requests: Callable[[], str]) -> Callable[[], str]:
+    """`requests`, which is first asked when all ranks have loaded: then this configuration is the run's."""
+    kept = seat.rank != 0
+
+    def asked() -> str:
+        nonlocal kept
+        if not kept:
+            write_durably(seat.run.config, loaded.text)
+            kept = True
+        return requests()
+
+    return asked
 
 
 def attempt_config(run: RunFolder, attempt: int) -> str:
