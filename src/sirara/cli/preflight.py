@@ -11,6 +11,8 @@ from sirara.data.store import TokenStore
 from sirara.errors import ConfigError, DataError, StorageError
 from sirara.pure.families import ModelShape
 
+FIXED = ("model.preset", "model.from", "seed", "data.seq_len", "train.optimizer.name")
+
 
 def preflight(config: RunConfig) -> ModelShape:
     """The sizes of the model, after everything that a run reads has been opened once.
@@ -36,7 +38,7 @@ def check_continues(before: RunConfig, now: RunConfig) -> None:
 
     Raises:  ConfigError naming the key, its old and its new value.
     """
-    for key in (*(f"model.{name}" for name in SIZES), "seed", "data.seq_len", "train.optimizer.name"):
+    for key in (*(f"model.{name}" for name in SIZES), *FIXED):
         _same(key, value_of(before, key), value_of(now, key))
     # Masters are fp32 whatever the weights are, except in a run in fp64.
     precisions = {before.train.precision, now.train.precision}

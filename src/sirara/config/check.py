@@ -136,16 +136,8 @@ def _mesh(config: "RunConfig") -> None:
 
 def _model_source(config: "RunConfig") -> None:
     model = config.model
-    sizes = [name for name in SIZES if getattr(model, name) is not None]
     if model.preset and model.from_:
         raise ConfigError("model.preset and model.from exclude each other", where="model.from")
-    if model.from_ and sizes:
-        key = f"model.{sizes[0]}"
-        raise ConfigError(
-            f"{key} cannot be given beside model.from={model.from_}: the folder's config.json says it",
-            where=key,
-            try_=[f"leave {key} out"],
-        )
     if model.preset and model.family:
         raise ConfigError(
             f"model.family={model.family} cannot be given beside model.preset={model.preset}",

@@ -11,13 +11,13 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from sirara.config.check import SIZES
+from sirara.config.check import REQUIRED_SIZES, SIZES
 from sirara.config.complain import complaint
 from sirara.config.schema import ModelConfig, RunConfig
 from sirara.config.yaml_file import KeyPath, dump_yaml, parse_yaml, read_yaml
@@ -83,7 +83,7 @@ def model_shape(config: RunConfig, tokenizer_vocab: int | None) -> ModelShape:
 
 
 def _shape(model: ModelConfig, *, vocab: int | None) -> ModelShape:
-    if model.from_ is not None:
+    if model.from_ is not None and model.layers is None:
         return _shape_of_folder(Path(model.from_))
     given: dict[str, Any] = {name: getattr(model, name) for name in SIZES if getattr(model, name) is not None}
     if model.rope_scaling is not None:
@@ -225,6 +225,7 @@ def _parse(text: str, source: str) -> Any:
 def _checked(tree: _Tree, source: str) -> Loaded:
     _make_paths_absolute(tree.value)
     try:
+        _fill_in_sizes(tree.value.get("model"))
         config = RunConfig.model_validate(tree.value)
         _sequence_fits(config)
     except ValidationError as error:
@@ -252,6 +253,27 @@ def _make_paths_absolute(value: dict[str, Any]) -> None:
     for section, key in places:
         if isinstance(section, dict) and isinstance(section.get(key), str) and section[key]:
             section[key] = os.path.abspath(os.path.expanduser(section[key]))
+
+
+def _fill_in_sizes(model: Any) -> None:
+    """Writes the sizes of the folder `model.from` beside it: a run must not need the folder for ever."""
+    if not isinstance(model, dict) or not isinstance(model.get("from"), str) or model.get("preset"):
+        return
+    folder = Path(model["from"])
+    complete = all(model.get(name) is not None for name in (*REQUIRED_SIZES, "vocab"))
+    if complete and not folder.exists():
+        return
+    shape = asdict(_shape_of_folder(folder))
+    for name in SIZES:
+        if shape[name] is None:
+            continue
+        if model.get(name, shape[name]) != shape[name]:
+            raise ConfigError(
+                f"model.{name}={model[name]} is not what {folder / 'config.json'} says: {shape[name]}",
+                where=f"model.{name}",
+                try_=[f"leave model.{name} out"],
+            )
+        model[name] = shape[name]
 
 
 def _sequence_fits(config: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from sirara.config.load import NOT_CONFIG, load, model_shape, split_overrides
 from sirara.config.schema import RunConfig, json_schema
 from sirara.errors import ConfigError, LayoutError
+from sirara.pure.families import PRESETS
+from sirara.pure.hf_config import config_from_shape
 
 STARTER = """\
 schema: 1
@@ -200,7 +203,6 @@ def test_wrong_value_is_refused_by_key_and_limit(path, override, said):
         (["model={preset: llama3-9b}"], "model.preset=llama3-9b is not known"),
         (["model={preset: gpt2, from: x}"], "exclude each other"),
         (["model={from: nowhere}"], "there is no config.json"),
-        (["model={from: nowhere, layers: 3}"], "model.layers cannot be given beside model.from"),
         (["model={family: llama, layers: 1, hidden: 8, max_seq: 32}"], "model.heads is missing"),
         (["data.eval=[{path: a/x}, {path: b/x}]"], "data.eval.1.name=x is the name of data.eval.0 too"),
     ],
@@ -315,10 +317,25 @@ def test_sizes_from_a_hugging_face_folder(path, tmp_path):
     config = load(path, [f"model={{from: {tmp_path}}}"]).config
     shape = model_shape(config, 500)
     assert (shape.layers, shape.kv_heads, shape.ffn, shape.vocab, shape.max_seq) == (3, 2, 128, 500, 64)
+    said = refusal(path, f"model={{from: {tmp_path}, layers: 4}}")
+    assert "model.layers=4 is not what" in said and "says: 3" in said
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     assert "model_type='t5' is not supported" in refusal(path, f"model={{from: {tmp_path}}}")
     (tmp_path / "config.json").write_text("{")
     assert "config.json cannot be read" in refusal(path, f"model={{from: {tmp_path}}}")
+
+
+def test_run_from_a_folder_goes_on_without_the_folder(path, tmp_path):
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    shape = PRESETS["llama3.2-1b"]
+    (folder / "config.json").write_text(json.dumps(config_from_shape(shape, dtype="bfloat16")))
+    begun = load(path, [f"model={{from: {folder}, dropout: 0.1}}"])
+    stored = tmp_path / "stored.yaml"
+    stored.write_text(begun.text)
+    shutil.rmtree(folder)
+    assert load(stored).config == begun.config
+    assert model_shape(load(stored).config, None) == shape
 
 
 def test_json_schema_knows_every_key_and_the_spelling_of_the_file():
