@@ -5,7 +5,10 @@ A message is clear when it names the key, file or number at fault; each case say
 
 import gzip
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -275,6 +278,76 @@ def test_data_build_that_is_wrong(work, case):
 )
 def test_run_that_does_not_exist(work, words):
     refused(words, code=2, said=(words[1] if words[0] != "ckpt" else words[2],))
+
+
+@pytest.fixture(scope="module")
+def trained(template, tmp_path_factory) -> Path:
+    """The template after a run of two steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    shutil.copytree(template, folder, dirs_exist_ok=True)
+    env = {**os.environ, "SIRARA_DEVICE": "cpu"}
+    command = [sys.executable, "-m", "sirara", "run", "run.yaml", "launch.threads=1"]
+    subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path, monkeypatch) -> Path:
+    """The folder of a copy of that run; the current folder is the one around."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return next((tmp_path / "runs").iterdir())
+
+
+RUN_CASES = {
+    "other model": (["resume", "tiny", "model.hidden=64"], 2, ("model.hidden=64", "model.hidden=32")),
+    "other seed": (["resume", "tiny", "seed=7"], 2, ("seed=7", "seed=1234")),
+    "other length": (["resume", "tiny", "data.seq_len=8"], 2, ("data.seq_len=8", "data.seq_len=16")),
+    "other optimizer": (["resume", "tiny", "train.optimizer.name=lion"], 2, ("lion", "adamw")),
+    "unknown key": (["resume", "tiny", "train.stepz=3"], 2, ("train.stepz", "train.steps")),
+    "run that does not run": (["stop", "tiny"], 2, ("is not running", "sirara resume")),
+    "step that is not there": (["ckpt", "show", "tiny", "--step", "99"], 2, ("99",)),
+    "export of such a step": (["export", "tiny", "out", "--step", "99"], 2, ("99",)),
+    "export over a folder": (["export", "tiny", "tokens"], 2, ("tokens exists",)),
+    "log that is not there": (["logs", "tiny", "--attempt", "9"], 2, ("attempt 9",)),
+    "picture that cannot be": (["metrics", "tiny", "--plot", "no/where.png"], 74, ("no/where.png",)),
+}
+
+
+@pytest.mark.parametrize("case", RUN_CASES)
+def test_run_that_is_used_wrongly_is_left_as_it_was(run, case):
+    words, code, said = RUN_CASES[case]
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    refused(words, code=code, said=said)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("spoil", [flip_a_bit, cut, Path.unlink], ids=lambda spoil: spoil.__name__)
+@pytest.mark.parametrize("pattern", ["model*.safetensors", "optim-*.safetensors"])
+def test_checkpoint_that_is_spoilt_is_named_by_file(run, spoil: Callable[[Path], None], pattern):
+    (step,) = (run / "checkpoints").glob("step-*")
+    file = next(step.glob(pattern))
+    spoil(file)
+    result = CliRunner().invoke(cli, ["ckpt", "verify", run.name])
+    assert result.exit_code == 65
+    assert file.name in result.output
+    assert "Traceback" not in result.output
+
+
+def test_manifest_that_is_cut_is_named(run):
+    (step,) = (run / "checkpoints").glob("step-*")
+    cut(step / "manifest.json")
+    refused(["ckpt", "show", run.name], code=65, said=("manifest.json",))
 
 
 def test_ambiguous_run_names_its_candidates(work):

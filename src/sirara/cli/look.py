@@ -10,7 +10,7 @@ import click
 
 from sirara.cli.options import json_option, say_json
 from sirara.config.run_folder import RunFolder, list_runs
-from sirara.errors import ConfigError
+from sirara.errors import ConfigError, StorageError
 from sirara.launch.logs import log_file
 from sirara.monitor.curve import terminal_curve, write_png
 from sirara.monitor.state import RunState, curves, duration, follow, live_metrics, look, step_row
@@ -165,4 +165,6 @@ def _plot(run: RunFolder, path: Path) -> None:
             why=str(error),
             try_=["pip install 'sirara[plot]'"],
         ) from error
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}") from error
     click.echo(f"drawn: {path}", err=True)
