@@ -344,6 +344,18 @@ def test_checkpoint_that_is_spoilt_is_named_by_file(run, spoil: Callable[[Path],
     assert "Traceback" not in result.output
 
 
+def test_resume_that_cannot_load_does_not_change_what_the_next_one_does(run):
+    (step,) = (run / "checkpoints").glob("step-*")
+    cut(next(step.glob("optim-*.safetensors")))
+    before = (run / "config.yaml").read_text()
+    command = [sys.executable, "-m", "sirara", "resume", run.name, "train.steps=9"]
+    done = subprocess.run(command, env={**os.environ, "SIRARA_DEVICE": "cpu"}, capture_output=True, text=True)
+    assert done.returncode == 65
+    assert "step 2" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (run / "config.yaml").read_text() == before
+
+
 def test_manifest_that_is_cut_is_named(run):
     (step,) = (run / "checkpoints").glob("step-*")
     cut(step / "manifest.json")
