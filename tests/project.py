@@ -26,7 +26,7 @@ train:
   global_batch: 12
   micro_batch: 2
   optimizer: {name: adamw, lr: 1e-2}
-  lr_schedule: {name: cosine, warmup_steps: 5}
+  lr_schedule: {name: cosine, warmup_steps: 2}
 checkpoint: {every: 10}
 launch: {nproc: 1, threads: 1, max_restarts: 0}
 """

@@ -110,7 +110,7 @@ def test_sigkill_of_one_worker_ends_all_within_seconds_and_names_it(job, victim)
     assert time.monotonic() - begun < 6
     assert code == 128 + signal.SIGKILL
     assert f"rank {victim} of 2 failed first: killed by SIGKILL" in err
-    assert f"rank {1 - victim}  CommError: error[SR700]: a peer left during talk" in err
+    assert f"rank {1 - victim}  CommError[SR700]: a peer left during talk" in err
     assert f"sirara resume {job.run.id}" in err
     assert job.workers(1) == []
 

@@ -112,15 +112,6 @@ def test_sigterm_saves_leaves_with_75_and_resume_is_equal(project, peace, layout
     assert equal(resumed.result) == peace
 
 
-def test_sigint_to_one_rank_stops_all_with_75(project):
-    process, wait = start(project, "sigint", *TWO)
-    run = wait(3)
-    os.kill(worker_pids(run, 1)[1], signal.SIGINT)
-    done = project.finish(process)
-    assert done.code == 75, done.err
-    assert read(run.events)[-1]["reason"] == "stopped"
-
-
 def test_under_torchrun_a_stop_ends_with_0_and_the_record_says_stopped(project, peace):
     process, wait = start(project, "torchrun", "--json", launcher=TORCHRUN)
     run = wait(5)

@@ -156,7 +156,7 @@ def _alone(job: _Job, run: RunFolder, workers: Workers) -> Result:
     )
     attempt = job.begin(run, workers.threads)
     seat = Seat(run=run, attempt=attempt, hang_timeout_s=job.loaded.config.launch.hang_timeout)
-    return train_here(seat, resume=bool(run.committed_steps()))
+    return train_here(seat, resume=run.resumes())
 
 
 def _with_agent(job: _Job, run: RunFolder, workers: Workers) -> Result:
@@ -213,7 +213,7 @@ def _work_for(launcher: Launcher, job: _Job) -> None:
         run = earlier or job.folder(launcher.identity)
         kept = run.record().get("threads")
         attempt = replace(job, run=run).begin(run, kept or _threads_of_launcher(job))
-        resume = bool(run.committed_steps())
+        resume = run.resumes()
         return Agreement(path=run.path, attempt=attempt, resume=resume, port=group_store.port)
 
     try:

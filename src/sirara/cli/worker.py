@@ -8,6 +8,7 @@ import click
 
 from sirara.config.load import Loaded, load
 from sirara.config.run_folder import RunFolder, write_durably
+from sirara.errors import ConfigError
 from sirara.launch.crash import exit_code_of
 from sirara.launch.worker import Outcome, Result, Seat, work
 
@@ -38,7 +39,17 @@ def worker(run_path: str, attempt: int, agent: int, resume: bool) -> None:
 
 
 def train_here(seat: Seat, *, resume: bool) -> Result:
-    """Trains in this process, as the rank that `seat` says."""
+    """Trains in this process, as the rank that `seat` says.
+
+    Raises:  ConfigError for a start at step 0 in a run that has checkpoints.
+    """
+    steps = seat.run.committed_steps()
+    if steps and not resume:
+        raise ConfigError(
+            f"{seat.run.id} has checkpoints, the newest of step {steps[-1]}: it is not started from 0",
+            code="SR117",
+            try_=[f"sirara resume {seat.run.id}", "sirara run CONFIG   (a new run)"],
+        )
 
     def entry(requests: Callable[[], str]) -> Outcome:
         import torch

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sirara.config.processes import ProcessId, end_processes
-from sirara.errors import ConfigError, RunBusyError, StorageError
+from sirara.errors import CheckpointError, ConfigError, RunBusyError, StorageError
 from sirara.events import JsonLines, read
 
 FORMAT = 1
@@ -191,12 +191,43 @@ class RunFolder:
         write_durably(self.path / "run.json", json.dumps({**self.record(), **fields}, indent=1))
 
     def committed_steps(self) -> list[int]:
-        """Steps whose checkpoint is committed (its manifest exists), ascending."""
-        return sorted(
-            int(manifest.parent.name.removeprefix("step-"))
-            for manifest in self.checkpoints.glob("step-*/manifest.json")
-            if manifest.parent.name.removeprefix("step-").isdigit()
-        )
+        """Steps whose checkpoint is committed (its manifest exists), ascending.
+
+        Raises:  StorageError when the folder cannot be read, which is not the same as empty.
+        """
+        try:
+            names = [
+                name.removeprefix("step-")
+                for name in os.listdir(self.checkpoints)
+                if name.startswith("step-")
+            ]
+        except OSError as error:
+            raise StorageError(f"{self.checkpoints} cannot be read", code="SR602", why=str(error)) from error
+        whole = [
+            name
+            for name in names
+            if name.isdigit() and (self.checkpoints / f"step-{name}/manifest.json").exists()
+        ]
+        return sorted(map(int, whole))
+
+    def resumes(self) -> bool:
+        """Whether the next attempt continues from a checkpoint; otherwise it starts at step 0.
+
+        Raises:  CheckpointError when the run has saved, but no checkpoint is left: step 0 would be a silent
+        loss.
+        """
+        if self.committed_steps():
+            return True
+        saved = [event for event in read(self.events) if event.get("kind") == "save"]
+        if saved:
+            raise CheckpointError(
+                f"the checkpoints of {self.id} are gone",
+                code="SR520",
+                where=str(self.checkpoints),
+                why=f"its events say that step {saved[-1].get('step')} was saved",
+                try_=["put the step folders back", "sirara run CONFIG   (a new run, from step 0)"],
+            )
+        return False
 
     # ------------------------------------------------------------------------------------------------
     # ownership

@@ -34,6 +34,10 @@ class AttemptFailed(SiraraError):
         super().__init__(report, code="SR720")
         self.exit_status = exit_status
 
+    def __str__(self) -> str:
+        # The report of one of our own errors has its code already.
+        return self.what if self.what.startswith("error[") else super().__str__()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
@@ -51,9 +55,14 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """One line: `ValueError: boom`, `killed by SIGKILL`, `ended with exit code 3`."""
+        """One line: `ValueError: boom`, `CommError[SR701]: a peer left`, `killed by SIGKILL`."""
         if self.kind:
-            return f"{self.kind}: {self.message.splitlines()[0] if self.message else ''}".rstrip(": ")
+            first = self.message.partition("\n")[0]
+            return (
+                f"{self.kind}{first.removeprefix('error')}"
+                if first.startswith("error[")
+                else f"{self.kind}: {first}".rstrip(": ")
+            )
         if self.code < 0:
             return f"killed by {_signal_name(-self.code)}"
         return f"ended with exit code {self.code} and left no report"

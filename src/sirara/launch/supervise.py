@@ -74,8 +74,7 @@ def supervise(
     with agent_logs(), _Asked().installed() as asked:
         while True:
             attempt = begin()
-            steps = run.committed_steps()
-            command = crew.command(attempt, bool(steps))
+            command = crew.command(attempt, run.resumes())
             agent = _Agent.of(run, crew, attempt, command, asked=asked, poll_s=poll_s)
             # Elastic gives workers the environment of the agent.
             with _environment({**crew.env, **ELASTIC_SIGNALS}):

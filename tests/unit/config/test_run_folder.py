@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from sirara.config.run_folder import RunFolder, list_runs, write_durably
-from sirara.errors import ConfigError, RunBusyError, StorageError
+from sirara.errors import CheckpointError, ConfigError, RunBusyError, StorageError
+from sirara.events import JsonLines
 
 OWNER = """
 import signal, sys
@@ -199,6 +200,24 @@ def test_committed_steps_are_numbers_and_only_those_with_a_manifest(run):
         if name != "step-000000012":
             (run.checkpoints / name / "manifest.json").touch()
     assert run.committed_steps() == [9, 10]
+
+
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(run):
+    run.checkpoints.rmdir()
+    run.checkpoints.write_text("")
+    with pytest.raises(StorageError, match="cannot be read"):
+        run.committed_steps()
+
+
+def test_a_run_that_saved_but_has_no_checkpoint_left_does_not_start_from_0_silently(run):
+    assert not run.resumes()
+    with JsonLines(run.events) as events:
+        events.append({"kind": "save", "step": 40})
+    with pytest.raises(CheckpointError, match=r"are gone[\s\S]*step 40 was saved"):
+        run.resumes()
+    (run.checkpoints / "step-000000030").mkdir()
+    (run.checkpoints / "step-000000030" / "manifest.json").touch()
+    assert run.resumes()
 
 
 def test_keep_adds_to_the_record_and_leaves_the_rest(run):
