@@ -144,7 +144,7 @@ class GradientSum:
         self.numel = self.shard_numel * comm.size
         self.pool = pool
         # A block of one microbatch is sent as autograd made it: the sum starts at its receiver, in full precision.
-        self.buffer_dtype = leaf_dtype if deal.k == 0 else dtype
+        self.buffer_dtype = leaf_dtype if deal.k == 0 and comm.size > 1 else dtype
         self.local = TreeSum(dtype, pool)
         self.shard = TreeSum(dtype, pool)
         self.rounds_begun = 0

@@ -33,8 +33,8 @@ class Optimizer(Protocol):
         """Names of the state tensors, each of the weights' shape, zero at the start."""
         ...
 
-    def update(self, ranges: Sequence[Range], *, lr: float, update: int) -> None:
-        """Applies update number `update` (1 is the first) in place."""
+    def update(self, ranges: Sequence[Range], *, lr: float, update: int, shrink: float = 1.0) -> None:
+        """Applies update number `update` (1 is the first) in place, with gradients divided by `shrink`."""
         ...
 
 
@@ -47,11 +47,18 @@ class AdamW:
     weight_decay: float = 0.1
     state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
-    def update(self, ranges: Sequence[Range], *, lr: float, update: int) -> None:
+    def update(self, ranges: Sequence[Range], *, lr: float, update: int, shrink: float = 1.0) -> None:
         for decay in (True, False):
             chosen = [r for r in ranges if r.decay is decay]
             if not chosen:
                 continue
+            scale = None
+            if shrink != 1.0 and chosen[0].weights_U.dtype == torch.float64:
+                # The kernel's own division would round the divisor to float32.
+                torch._foreach_div_([r.grad_U for r in chosen], shrink)
+            elif shrink != 1.0:
+                # The kernel divides while it reads: clipping costs no pass over memory of its own.
+                scale = torch.full((), shrink, device=chosen[0].weights_U.device)
             # The kernel reads the step as a float32 tensor on the weights' device.
             steps = [torch.full((), float(update), device=r.weights_U.device) for r in chosen]
             torch._fused_adamw_(
@@ -68,6 +75,7 @@ class AdamW:
                 eps=self.eps,
                 amsgrad=False,
                 maximize=False,
+                grad_scale=scale,
             )
 
 
@@ -79,10 +87,12 @@ class Lion:
     weight_decay: float = 0.1
     state_names: tuple[str, ...] = ("momentum",)
 
-    def update(self, ranges: Sequence[Range], *, lr: float, update: int) -> None:
+    def update(self, ranges: Sequence[Range], *, lr: float, update: int, shrink: float = 1.0) -> None:
         b1, b2 = self.betas
         for r in ranges:
             momentum = r.state["momentum"]
+            if shrink != 1.0:
+                r.grad_U.div_(shrink)
             # Products and sums are separate operations: a fused multiply-add would round differently at cuts.
             direction = momentum.mul(b1).add_(r.grad_U.mul(1 - b1)).sign_()
             if r.decay and self.weight_decay:

@@ -93,15 +93,13 @@ class Step:
                     bad_parameter=self._name(agreed.bad),
                 )
             grads = zero.widen(shards)
-            if self.clip is not None and agreed.norm > self.clip:
-                factor = self.clip / (agreed.norm + 1e-6)
-                for grad in grads:
-                    grad.mul_(factor)
+            clipped = self.clip is not None and agreed.norm > self.clip
+            shrink = (agreed.norm + 1e-6) / self.clip if clipped and self.clip else 1.0
             ranges = [
                 Range(weights_U=flat.master_U, grad_U=grad, state=flat.state, decay=flat.group.decay)
                 for flat, grad in zip(zero.groups, grads, strict=True)
             ]
-            self.optimizer.update(ranges, lr=lr, update=update)
+            self.optimizer.update(ranges, lr=lr, update=update, shrink=shrink)
             zero.release(grads)
             zero.publish()
         return StepResult(

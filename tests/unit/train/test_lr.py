@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sirara.train.lr import lr_at
 
 NAMES = ["constant", "linear", "cosine", "wsd"]
@@ -20,7 +21,9 @@ def test_warmup_reaches_the_peak_on_its_last_step(name: str) -> None:
     assert at(10, name) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("name", "last"), [("constant", 0.1), ("linear", 0.01), ("cosine", 0.01), ("wsd", 0.01)])
+@pytest.mark.parametrize(
+    ("name", "last"), [("constant", 0.1), ("linear", 0.01), ("cosine", 0.01), ("wsd", 0.01)]
+)
 def test_the_last_rate_is_the_floor_and_stays(name: str, last: float) -> None:
     assert at(100, name) == pytest.approx(last)
     assert at(1000, name) == pytest.approx(last)
@@ -36,7 +39,12 @@ def test_cosine_is_halfway_in_the_middle() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@given(update=st.integers(0, 500), total=st.integers(1, 300), warmup=st.integers(0, 300), decay=st.integers(0, 300))
+@given(
+    update=st.integers(0, 500),
+    total=st.integers(1, 300),
+    warmup=st.integers(0, 300),
+    decay=st.integers(0, 300),
+)
 def test_rates_stay_between_zero_and_the_peak_for_any_lengths(
     name: str, update: int, total: int, warmup: int, decay: int
 ) -> None:

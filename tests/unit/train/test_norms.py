@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+
 from sirara.train.step import _FLAT_BITS, HALF, grain_sums, loss_sum
 
 
@@ -47,5 +48,7 @@ def test_the_first_bad_element_is_named_by_group_and_place(value: float) -> None
 
 
 def test_loss_sums_do_not_depend_on_the_order() -> None:
-    losses = torch.rand(4, 256, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-3, 1)[:, None]
+    losses = (
+        torch.rand(4, 256, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-3, 1)[:, None]
+    )
     assert loss_sum(losses) == loss_sum(losses.flip(0, 1)) == loss_sum(losses.T)
