@@ -136,6 +136,14 @@ def test_torchrun_restarts_find_their_run_again(project, peace):
     assert equal(done.result) == peace
 
 
+def test_workers_die_with_a_torchrun_that_is_killed(project):
+    process, wait = start(project, "orphans", "train.steps=100000", launcher=TORCHRUN)
+    run = wait(3)
+    assert len(alive(run, 1)) >= 2
+    process.kill()
+    until(lambda: alive(run, 1) == [], timeout_s=5)
+
+
 def test_srun_tasks_meet_without_an_agent(project, peace):
     """Two tasks of a Slurm step: rank 0 serves the store that both agree over."""
     step = {

@@ -8,6 +8,7 @@ resume RUN   found folder ┘                     └ under torchrun or srun: th
 import os
 import sys
 import time
+import traceback
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -228,11 +229,11 @@ def _work_for(launcher: Launcher, job: _Job) -> None:
             hang_timeout_s=job.loaded.config.launch.hang_timeout,
         )
         result = train_here(seat, resume=agreed.resume)
-    except SiraraError as error:
+    except Exception as error:  # noqa: BLE001 - told here, because the process ends here
         # The rank that failed first tells everything; those that lost it say so in a line.
-        click.echo(str(error).splitlines()[0] if isinstance(error, CommError) else str(error), err=True)
+        whole = str(error) if isinstance(error, SiraraError) else traceback.format_exc()
+        click.echo(whole.splitlines()[0] if isinstance(error, CommError) else whole, err=True)
         leave(exit_code_of(error))
-        raise
     if launcher.rank == 0:
         _say_result(result, job.as_json)
     # torchrun restarts every worker that does not end with 0.

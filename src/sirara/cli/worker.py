@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 import click
 
@@ -83,7 +84,7 @@ def attempt_config(run: RunFolder, attempt: int) -> str:
     return str(run.logs(attempt) / "config.yaml")
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """Ends the process without waiting for threads or destructors of a group that is broken."""
     sys.stdout.flush()
     sys.stderr.flush()
