@@ -166,14 +166,25 @@ def _small_files(snapshot: Snapshot, dtype: torch.dtype | None) -> dict[str, byt
     for f in snapshot.manifest.files:
         if not f.name.endswith(".safetensors") and f.name != INDEX:
             small[f.name] = (snapshot.path / f.name).read_bytes()
+    if dtype is not None:
+        config: dict[str, Any] = json.loads(small.get("config.json", b"{}"))
+        name = str(dtype).removeprefix("torch.")
+        config |= {key: name for key in ("torch_dtype", "dtype") if key in config} or {"torch_dtype": name}
+        small["config.json"] = _json(config)
+    return with_generation_files(small)
+
+
+def with_generation_files(files: dict[str, bytes]) -> dict[str, bytes]:
+    """config.json and tokenizer.json with what generation needs beside them; what is there already is kept.
+
+    Args:  files: name -> content of the files beside the weights of a Hugging Face folder.
+    """
+    small = dict(files)
     config: dict[str, Any] = json.loads(small.get("config.json", b"{}"))
     tokenizer = json.loads(small.get("tokenizer.json", b"{}"))
     end = _end_token(tokenizer)
     if end is not None and config.get("eos_token_id") is None:
         config["eos_token_id"] = end[1]
-    if dtype is not None:
-        name = str(dtype).removeprefix("torch.")
-        config |= {key: name for key in ("torch_dtype", "dtype") if key in config} or {"torch_dtype": name}
     small["config.json"] = _json(config)
     if "generation_config.json" not in small:
         kept = {

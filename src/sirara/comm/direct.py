@@ -39,7 +39,7 @@ class _Iovec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def _reader() -> "ctypes._NamedFuncPointer | None":  # pyright: ignore[reportPrivateUsage]
+def _reader() -> "ctypes._NamedFuncPointer | None":
     function = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
     if function is not None:
         pointer, count = ctypes.POINTER(_Iovec), ctypes.c_ulong
@@ -77,7 +77,7 @@ class DirectLink:
     def __init__(
         self,
         comm: Comm,
-        function: "ctypes._NamedFuncPointer",  # pyright: ignore[reportPrivateUsage]
+        function: "ctypes._NamedFuncPointer",
         board: np.ndarray,
         peers: Sequence[tuple[int, int]],
     ) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 
 from sirara.checkpoint.digest import Digest
+from sirara.checkpoint.export import with_generation_files
 from sirara.checkpoint.hf import HfReader, hf_config
 from sirara.checkpoint.manager import CheckpointManager, Restored
 from sirara.comm.world import World, connect, disconnect, world_comm
@@ -25,7 +26,7 @@ from sirara.config.run_folder import RunFolder
 from sirara.config.schema import RunConfig
 from sirara.data.batches import Batches, EvalBatches
 from sirara.device import open_device
-from sirara.errors import CheckpointError
+from sirara.errors import CheckpointError, StorageError
 from sirara.mesh import build_mesh
 from sirara.model.decoder import Decoder
 from sirara.parallel.parallelize import Layout, parallelize
@@ -129,7 +130,7 @@ class Trainer:
         if steps:
             raise CheckpointError(
                 f"run {self.run.id} has {len(steps)} committed steps, the newest is {steps[0]}; starting from 0 would lose them",
-                code="SR530",
+                code="SR540",
                 try_=[f"sirara resume {self.run.id}"],
             )
         self._open_data(None)
@@ -160,7 +161,7 @@ class Trainer:
         if same_tensors and saved != live:
             raise CheckpointError(
                 f"the state loaded from step {snapshot.step} is not the state that was saved",
-                code="SR523",
+                code="SR541",
                 why=f"digest {saved} was saved, {live} is live",
                 where=str(snapshot.path),
                 try_=["sirara ckpt verify", f"remove {snapshot.path} to continue from an older step"],
@@ -171,7 +172,7 @@ class Trainer:
         elif self.grade.name == "exact" and ids != record["next_batch"]:
             raise CheckpointError(
                 f"the next batch after step {snapshot.step} would not hold the samples that were due",
-                code="SR524",
+                code="SR543",
                 why=f"sample ids digest to {ids}, {record['next_batch']} was saved",
             )
         return restored
@@ -302,25 +303,34 @@ class Trainer:
             "arithmetic": self._arithmetic,
             "layout": self.layout,
         }
-        precision = precision_of(self.config.train.precision)
-        self.manager.save(
-            counters.step,
-            plan=self.state.plan(),
-            ranges=self.state.ranges(),
-            record=record,
-            hf_files=self._hf_files(precision.weights),
-            aliases={t.name: t.tied_to for unit in self.specs for t in unit.tensors if t.tied_to},
-        )
+        fault: StorageError | None = None
+        try:
+            self.manager.save(
+                counters.step,
+                plan=self.state.plan(),
+                ranges=self.state.ranges(),
+                record=record,
+                hf_files=self._hf_files(),
+                aliases={t.name: t.tied_to for unit in self.specs for t in unit.tensors if t.tied_to},
+            )
+        except StorageError as error:
+            fault = error
+        # All ranks must count the same saves: a disk may be full on one node alone.
+        text = self._first_fault(fault.what if fault else "")
+        if fault or text:
+            raise fault or StorageError(f"step {counters.step} was not saved: {text}", code="SR603")
         self.timings["time/ckpt_stall_s"] = (
             self.timings.get("time/ckpt_stall_s", 0.0) + time.perf_counter() - began
         )
         return digest
 
-    def _hf_files(self, dtype: torch.dtype) -> dict[str, bytes]:
-        files = {"config.json": json.dumps(hf_config(self.shape, dtype), indent=2).encode() + b"\n"}
+    def _hf_files(self) -> dict[str, bytes]:
+        """What makes the step folder a model that generates: config, tokenizer and their like."""
+        dtype = precision_of(self.config.train.precision).weights
+        files = {"config.json": json.dumps(hf_config(self.shape, dtype)).encode()}
         if self.tokenizer is not None:
             files["tokenizer.json"] = self.tokenizer.read_bytes()
-        return files
+        return with_generation_files(files)
 
     def close(self) -> None:
         """Ends threads and leaves the process group."""
