@@ -152,9 +152,7 @@ def _go(job: _Job, *, dry_run: bool) -> None:
 
 def _alone(job: _Job, run: RunFolder, workers: Workers) -> Result:
     # Before torch is imported; a launcher's batch script may have left other values here.
-    os.environ.update(
-        {"OMP_NUM_THREADS": str(workers.threads), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    )
+    os.environ.update({**workers.environment(), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
     attempt = job.begin(run, workers.threads)
     seat = Seat(run=run, attempt=attempt, hang_timeout_s=job.loaded.config.launch.hang_timeout)
     return train_here(seat, resume=run.resumes())
@@ -175,7 +173,7 @@ def _with_agent(job: _Job, run: RunFolder, workers: Workers) -> Result:
         ]
 
     launch = job.loaded.config.launch
-    env = {"OMP_NUM_THREADS": str(workers.threads)}
+    env = workers.environment()
     if launch.nodes == 1:
         env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     crew = Crew(

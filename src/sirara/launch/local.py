@@ -14,11 +14,21 @@ NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """The local workers of one attempt.  `note` tells what a person may want to change, "" if nothing."""
+    """The local workers of one attempt.
+
+    crowded: there are more threads than cores.    note: what a person may want to change, "" if nothing.
+    """
 
     nproc: int
     threads: int
+    crowded: bool = False
     note: str = ""
+
+    def environment(self) -> dict[str, str]:
+        """What the OpenMP library of a worker is told before torch is imported."""
+        told = {"OMP_NUM_THREADS": str(self.threads)}
+        # Threads that wait by spinning keep the others from the core that they wait for.
+        return {**told, "OMP_WAIT_POLICY": "PASSIVE"} if self.crowded else told
 
 
 def plan_workers(
@@ -53,10 +63,14 @@ def plan_workers(
             )
     fair = max(1, cores // nproc)
     threads = _threads(launch, kept_threads, env, fair)
-    # Equal bits need the number of threads that the run began with.
-    kept = launch.threads == "auto" and kept_threads is not None and threads != fair
-    note = f"threads={threads} as the run began; launch.threads={fair} would use all cores and change bits"
-    return Workers(nproc=nproc, threads=threads, note=note if kept else "")
+    note = ""
+    if launch.threads == "auto" and kept_threads is not None and threads != fair:
+        much = "more than there are" if threads > fair else "not all"
+        note = (
+            f"{nproc} x {threads} threads on {cores} cores are {much}, kept as the run began with {threads}; "
+            f"launch.threads={fair} is faster, and changes bits"
+        )
+    return Workers(nproc=nproc, threads=threads, crowded=nproc * threads > cores, note=note)
 
 
 def count_cores() -> int:

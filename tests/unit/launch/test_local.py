@@ -65,9 +65,15 @@ def test_number_of_threads(launch, kept, env, threads):
 
 
 def test_threads_kept_from_the_run_are_noted_when_cores_stay_idle():
-    assert "launch.threads=4" in plan({"nproc": 2}, kept=1).note
+    assert "2 x 1 threads on 8 cores are not all" in plan({"nproc": 2}, kept=1).note
+    assert "4 x 8 threads on 8 cores are more than there are" in plan({"nproc": 4}, kept=8).note
     assert plan({"nproc": 2}, kept=4).note == ""
     assert plan({"nproc": 2, "threads": 1}, kept=4).note == ""
+
+
+def test_threads_do_not_spin_where_there_are_more_than_cores():
+    assert plan({"nproc": 4}, kept=2).environment() == {"OMP_NUM_THREADS": "2"}
+    assert plan({"nproc": 4}, kept=3).environment() == {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @pytest.mark.parametrize(
