@@ -62,6 +62,9 @@ def agent(path, nproc, max_restarts=0, stop_grace_s=60.0):
 def worker(path, attempt, agent_pid, resume):
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     plan = json.loads((Path(path) / "fake.json").read_text())
+    slow = plan.get("slow_start", {"rank": -1})
+    if slow["rank"] == rank:
+        threading.Event().wait(slow["seconds"])  # imports that take long
     seat = Seat(
         run=RunFolder(path),
         attempt=int(attempt),
@@ -87,13 +90,15 @@ def alone(path):
 
 
 def train(seat, plan, requests, resume):
+    faults = [f for f in plan.get("faults", []) if f["rank"] == seat.rank and f["attempt"] == seat.attempt]
+    if any(fault["step"] == 0 for fault in faults):
+        fail(faults[0]["how"])
     talk = join(seat)
     first = max(seat.run.committed_steps(), default=0) if resume else 0
     metrics = JsonLines(seat.run.metrics, attempt=seat.attempt)
     if seat.rank == 0:
         event = {"kind": "resume" if resume else "start", "from_step": first}
         JsonLines(seat.run.events, attempt=seat.attempt).append(event)
-    faults = [f for f in plan.get("faults", []) if f["rank"] == seat.rank and f["attempt"] == seat.attempt]
     step, wish = first, ""
     for step in range(first + 1, plan["steps"] + 1):
         for fault in faults:

@@ -193,6 +193,15 @@ def test_a_signal_to_the_agent_saves_at_a_step_boundary_and_leaves_with_75(job, 
     assert read(job.run.events)[-1]["reason"] == "stopped"
 
 
+def test_a_worker_that_fails_at_once_does_not_make_its_starting_peers_look_guilty(job):
+    fault = {"attempt": 1, "rank": 1, "step": 0, "how": "raise"}
+    plan = {"steps": LONG, "faults": [fault], "slow_start": {"rank": 0, "seconds": 5}}
+    code, _, err = job.ends(job.start("agent", 2, **plan))
+    assert code == 1
+    assert "rank 1 of 2 failed first: ValueError: boom" in err
+    assert "SIGUSR2" not in err
+
+
 def test_a_signal_to_one_rank_stops_all(job):
     process = job.start("agent", 2, steps=LONG)
     job.reaches(3, process)

@@ -28,6 +28,7 @@ from sirara.errors import InvariantError
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAVE_SIGNAL = signal.SIGUSR1
 DUMP_SIGNAL = signal.SIGUSR2
+HANDLED_SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL, DUMP_SIGNAL)
 # Schedulers signal every process of a job and agents pass signals on: both copies are one wish.
 SECOND_AFTER_S = 1.0
 FENCE_EVERY_S = 2.0
@@ -101,7 +102,7 @@ class Requests:
             signal.signal(number, self._on_stop)
         signal.signal(SAVE_SIGNAL, self._on_save)
         # The agent starts workers with these blocked, so that a wish of the first second is not lost.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, SAVE_SIGNAL))
         try:
             yield
         finally:

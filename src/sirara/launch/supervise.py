@@ -33,7 +33,7 @@ from sirara.events import JsonLines, Record
 from sirara.launch.crash import AttemptFailed, Failure, collect, explain, root_cause
 from sirara.launch.logs import agent_logs
 from sirara.launch.restart import Lost, decide
-from sirara.launch.signals import DUMP_SIGNAL, SECOND_AFTER_S, STOP_SIGNALS, is_requested
+from sirara.launch.signals import DUMP_SIGNAL, HANDLED_SIGNALS, SECOND_AFTER_S, STOP_SIGNALS, is_requested
 from sirara.launch.worker import Result, result_of
 
 log = logging.getLogger("sirara.launch")
@@ -169,11 +169,11 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore
         # A signal that arrives while Python starts would kill the worker; it waits until there is a handler.
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
         try:
             return super()._start_workers(worker_group)  # pyright: ignore
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     # The library's decorator hides the type of the method.
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -10,6 +10,7 @@ The training itself is handed in, so this file knows neither torch nor the model
 import contextlib
 import faulthandler
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +155,7 @@ def _stacks_on_demand(seat: Seat) -> Iterator[None]:
     faulthandler.enable(file=2)
     with open(path, "a") as file:
         faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [DUMP_SIGNAL])  # blocked by the agent until here
         try:
             yield
         finally:
