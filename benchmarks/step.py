@@ -3,8 +3,8 @@
     python benchmarks/step.py [--only NAME...] [--pairs 7] [--json FILE]
 
 Both sides live in the same processes and take turns (ours, peer, ours, peer, ...), so that a noisy machine slows both.
-A ratio is the median over pairs of ours / peer, with quartiles.  "limit" is the rate that the matmuls alone would allow,
-from their shapes timed in the same run.  Peak memory is measured in processes of one side each.
+A ratio is the median over pairs of ours / peer, with quartiles.  "limit" is the rate that the matmuls alone would
+allow, from their shapes timed in the same run.  Peak memory is measured in processes of one side each.
 """
 
 import argparse
@@ -262,7 +262,8 @@ def main():
     report = {"limit_tokens_per_s": limit, "cases": {}, "memory_mib": {}}
     print("matmul limit, tokens/s: " + "  ".join(f"{k} thread(s) {v:.0f}" for k, v in limit.items()))
     print(
-        f"{'case':20} {'ours tok/s':>10} {'peer tok/s':>10} {'ratio':>6} {'quartiles':>14} {'needed':>7} {'of limit':>9}"
+        f"{'case':20} {'ours tok/s':>10} {'peer tok/s':>10} {'ratio':>6} {'quartiles':>14} {'needed':>7}"
+        f" {'of limit':>9}"
     )
     for name, (ranks, threads, microbatches, precision, peer, compile) in CASES.items():
         if args.only is not None and name not in args.only:
@@ -295,7 +296,8 @@ def main():
         }
         verdict = "" if needed is None else f"{needed:.2f} {'ok' if lower >= needed else 'NO'}"
         print(
-            f"{name:20} {rate:10.0f} {peer_rate:10.0f} {middle:6.3f} {lower:6.3f}-{upper:6.3f} {verdict:>8} {share:8.0%}",
+            f"{name:20} {rate:10.0f} {peer_rate:10.0f} {middle:6.3f} {lower:6.3f}-{upper:6.3f} {verdict:>8}"
+            f" {share:8.0%}",
             flush=True,
         )
     if args.only is None or "memory" in args.only:

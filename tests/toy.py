@@ -1,9 +1,10 @@
 """A small model of the user's own that fills the protocol of `parallelize`, from plain torch alone."""
 
 import torch
+from torch import nn
+
 from sirara.pure.families import Init, TensorSpec, UnitSpec
 from sirara.pure.placement import REPLICATE
-from torch import nn
 
 VOCAB, HIDDEN, BLOCKS, LENGTH = 37, 24, 3, 6
 
@@ -33,7 +34,11 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(VOCAB, HIDDEN, device="meta"))
 
     def forward(self, x_BLD, targets_BL, scale):
-        logits = (x_BLD @ self.weight.T).double() if x_BLD.dtype == torch.float64 else (x_BLD @ self.weight.T).float()
+        logits = (
+            (x_BLD @ self.weight.T).double()
+            if x_BLD.dtype == torch.float64
+            else (x_BLD @ self.weight.T).float()
+        )
         losses = nn.functional.cross_entropy(
             logits.flatten(0, 1), targets_BL.flatten(), ignore_index=-100, reduction="none"
         ).view(targets_BL.shape)
@@ -51,18 +56,32 @@ class Toy:
 def specs(*, tied: bool) -> tuple[UnitSpec, ...]:
     def tensor(name, local, shape, *, std=0.1, tied_to=None):
         init = Init(kind="normal", std=std)
-        return TensorSpec(name=name, local=local, shape=shape, placement=REPLICATE, decay=len(shape) > 1, init=init,
-                          tied_to=tied_to)
+        return TensorSpec(
+            name=name,
+            local=local,
+            shape=shape,
+            placement=REPLICATE,
+            decay=len(shape) > 1,
+            init=init,
+            tied_to=tied_to,
+        )
 
     blocks = [
-        UnitSpec(name=f"block.{i}", flops_per_token=0, tensors=(
-            tensor(f"b{i}.mix.weight", "mix.weight", (HIDDEN, HIDDEN)),
-            tensor(f"b{i}.mix.bias", "mix.bias", (HIDDEN,)),
-            tensor(f"b{i}.unused", "unused", (3,)),
-        ))
+        UnitSpec(
+            name=f"block.{i}",
+            flops_per_token=0,
+            tensors=(
+                tensor(f"b{i}.mix.weight", "mix.weight", (HIDDEN, HIDDEN)),
+                tensor(f"b{i}.mix.bias", "mix.bias", (HIDDEN,)),
+                tensor(f"b{i}.unused", "unused", (3,)),
+            ),
+        )
         for i in range(BLOCKS)
     ]
     embed = UnitSpec(name="embed", flops_per_token=0, tensors=(tensor("embed", "weight", (VOCAB, HIDDEN)),))
-    head = UnitSpec(name="head", flops_per_token=0, tensors=(
-        tensor("head", "weight", (VOCAB, HIDDEN), tied_to="embed" if tied else None),))
+    head = UnitSpec(
+        name="head",
+        flops_per_token=0,
+        tensors=(tensor("head", "weight", (VOCAB, HIDDEN), tied_to="embed" if tied else None),),
+    )
     return (embed, *blocks, head)

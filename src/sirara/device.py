@@ -35,7 +35,7 @@ class Device:
 def open_device(*, local_rank: int, exact: bool) -> Device:
     """The device of this rank: its own GPU when CUDA is there, else the CPU.
 
-    Args:  exact: turn on torch's deterministic algorithms on CUDA; the CPU kernels in use are deterministic as they are.
+    Args:  exact: turn on torch's deterministic algorithms on CUDA; the CPU's are deterministic as they are.
     """
     if os.environ.get("SIRARA_DEVICE", "") == "cpu" or not torch.cuda.is_available():
         return Device(torch_device=torch.device("cpu"))

@@ -42,7 +42,9 @@ class Mesh:
         return [first + i * stride for i in range(getattr(self, axis))]
 
 
-def build_mesh(*, world: int, rank: int, pp: int = 1, dp: int | str = "auto", cp: int = 1, tp: int = 1) -> Mesh:
+def build_mesh(
+    *, world: int, rank: int, pp: int = 1, dp: int | str = "auto", cp: int = 1, tp: int = 1
+) -> Mesh:
     """The mesh of one attempt; dp=auto takes what the other axes leave.
 
     Raises:  LayoutError when the degrees do not multiply to the number of processes.

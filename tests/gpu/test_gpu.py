@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from sirara.checkpoint.digest import digest_slice
 from sirara.comm.world import World
 from sirara.config.load import load

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from sirara.comm.world import World, world_comm
 from sirara.errors import CommError, InvariantError
-
 from tests.harness import RankFailed, run_ranks
 
 

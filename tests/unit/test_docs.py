@@ -20,7 +20,7 @@ def test_snippets_run(page: Path) -> None:
 def test_links_and_paths_exist(page: Path) -> None:
     text = page.read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    files = [f for f in re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", text)]
+    files = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", text)
     missing = [link for link in links if not (page.parent / link).exists()]
     missing += [f for f in files if not any((base / f).exists() for base in (ROOT, ROOT / "src/sirara"))]
     assert not missing

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sirara.checkpoint.hf import HfReader, load_tensors, write_hf
+from sirara.checkpoint.hf import SHARD_BYTES, HfReader, load_tensors, write_hf
 from sirara.model.decoder import Decoder
 from sirara.pure.families import TensorSpec, unit_specs
 
@@ -23,10 +23,10 @@ def load_decoder(
     return decoder
 
 
-def save_decoder(decoder: Decoder, folder: Path, **options: int) -> None:
+def save_decoder(decoder: Decoder, folder: Path, *, max_shard_bytes: int = SHARD_BYTES) -> None:
     """Writes the model in its own dtype as a folder that transformers loads."""
     dtype = decoder.embed.tokens.weight.dtype
-    write_hf(folder, decoder.shape, named_parameters(decoder), dtype=dtype, **options)
+    write_hf(folder, decoder.shape, named_parameters(decoder), dtype=dtype, max_shard_bytes=max_shard_bytes)
 
 
 def named_parameters(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:

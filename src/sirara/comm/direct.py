@@ -1,6 +1,6 @@
 """Sends and receives between processes of one machine without copies through sockets: the receiver reads the sender.
 
-    sender      board[tag, receiver] = (number of posts, address, bytes)        its own memory, nothing is written elsewhere
+    sender      board[tag, receiver] = (number of posts, address, bytes)     in its own memory; it writes nowhere else
     receiver    polls the sender's board by process_vm_readv, then reads the data itself, once, to where it belongs
     receiver    board[tag, sender].taken = number of posts taken               the sender's wait() polls that
 

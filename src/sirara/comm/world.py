@@ -23,7 +23,7 @@ class World:
 
     @staticmethod
     def from_environment() -> "World":
-        """Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK (torchrun) or SLURM_*; alone without them."""
+        """What torchrun (RANK, WORLD_SIZE, ...) or Slurm (SLURM_*) say; one process alone without them."""
         env = os.environ
 
         def number(default: int, *names: str) -> int:

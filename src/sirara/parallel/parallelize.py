@@ -27,7 +27,8 @@ class Trainable(Protocol):
     units()  [embed, block, ..., head], called as
         embed(tokens_BL, positions_BL, key) -> x_BLD          key: DropoutKey, or None for no dropout
         block(x_BLD, positions_BL, documents_BL, key) -> x_BLD
-        head(x_BLD, targets_BL, scale) -> (objective, losses_BL); the objective's gradient is that of scale * sum(losses)
+        head(x_BLD, targets_BL, scale) -> (objective, losses_BL)       the objective's gradient is that of
+                                                                       scale * sum(losses_BL)
     """
 
     def units(self) -> list[nn.Module]: ...

@@ -72,7 +72,7 @@ class TreeSum:
                 entry.tensor, entry.owned = copy.copy_(entry.tensor), True
 
     def fold(self) -> Entry | None:
-        """The sum of everything pushed, in the accumulation dtype unless a single leaf was pushed; empties the counter."""
+        """The sum of everything pushed (as it came, when it was one leaf); empties the counter."""
         if not self.entries:
             return None
         total = self.entries.pop()

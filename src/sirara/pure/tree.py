@@ -65,7 +65,10 @@ def deal(microbatches: int, dp: int, block: int | str = "auto", *, max_k: int = 
             raise ConfigError(
                 f"mesh.block={block} is no power of two",
                 why="blocks are subtrees of the reduction tree",
-                try_=["mesh.block=auto", f"mesh.block={1 << max(0, size.bit_length() - 1) if size > 0 else 1}"],
+                try_=[
+                    "mesh.block=auto",
+                    f"mesh.block={1 << max(0, size.bit_length() - 1) if size > 0 else 1}",
+                ],
             )
         return Deal(microbatches=microbatches, dp=dp, k=size.bit_length() - 1)
     if dp == 1:
@@ -95,8 +98,13 @@ def aligned_nodes(start: int, stop: int) -> list[tuple[int, int]]:
 
 def node_sums(values: NDArray[np.float64], start: int) -> NDArray[np.float64]:
     """Sums of the leaves [start, start + len(values)) per aligned node, each added as a balanced binary tree."""
-    return np.array([_tree(values[(i << level) - start : ((i + 1) << level) - start]) for level, i in
-                     aligned_nodes(start, start + len(values))], dtype=np.float64)
+    return np.array(
+        [
+            _tree(values[(i << level) - start : ((i + 1) << level) - start])
+            for level, i in aligned_nodes(start, start + len(values))
+        ],
+        dtype=np.float64,
+    )
 
 
 def _tree(values: NDArray[np.float64]) -> float:
@@ -110,6 +118,7 @@ def combine(nodes: Mapping[tuple[int, int], float], leaves: int) -> float:
 
     Sums of squares are never negative, so adding the 0.0 of an absent leaf changes no bit.
     """
+
     def value(level: int, index: int) -> float:
         if (level, index) in nodes:
             return nodes[level, index]

@@ -1,4 +1,4 @@
-"""Optimizers on flat ranges: an update is a function of (weight, gradient, state, lr, update number), element by element.
+"""Optimizers on flat ranges: element by element, a function of (weight, gradient, state, lr, update number).
 
 State is named tensors beside the weights, never a step counter: the number of updates belongs to TrainState, so an
 optimizer cannot disagree with the run about it.  Arithmetic has equal bits on any cut at multiples of 16 elements.

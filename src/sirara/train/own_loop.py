@@ -129,8 +129,9 @@ class Trainer:
         steps = self.manager.newest()
         if steps:
             raise CheckpointError(
-                f"run {self.run.id} has {len(steps)} committed steps, the newest is {steps[0]}; starting from 0 would lose them",
+                f"run {self.run.id} has {len(steps)} committed steps; starting from 0 would lose them",
                 code="SR540",
+                why=f"the newest is step {steps[0]}",
                 try_=[f"sirara resume {self.run.id}"],
             )
         self._open_data(None)

@@ -119,7 +119,7 @@ class TrainState:
                         f"replicas of group {flat.group.name} differ: rank {rank} is not equal to rank 0",
                         code="SR520",
                         where=f"step {self.counters.step}",
-                        why=f"digests {[hex(v & (1 << 64) - 1) for v in row]} and {[hex(v & (1 << 64) - 1) for v in rows[0]]}",
+                        why=f"their digests are {row} and {rows[0]}",
                         try_=["resume from the last checkpoint", "check the memory of that machine"],
                     )
 

@@ -21,7 +21,7 @@ from sirara.train.optim import Optimizer, Range
 Tensor = torch.Tensor
 
 HALF = GRAIN // 2
-"""Norm sums are taken over rows of half a grain, so that no shard is a single row: torch splits a lone row by threads."""
+"""Norm sums are rows of half a grain, so that no shard is a single row, which torch would split by threads."""
 
 _FLAT_BITS = 44
 """A bad element is reported as group * 2^44 + flat index, exact in a float64 up to 512 groups of 2^44 elements."""

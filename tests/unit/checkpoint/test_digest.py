@@ -1,10 +1,13 @@
 """The state digest: equal for any cut, different for any flipped bit, moved element or swapped name."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sirara.checkpoint.digest import Digest, _on_device, digest_of, digest_slice
 from sirara.pure.rng import key_of, words
 
@@ -26,7 +29,10 @@ def by_definition(name: str, data: torch.Tensor) -> Digest:
     for k in (1, 2):
         a = words(key_of("digest table", k), 0, 65_536)
         c = words(key_of("digest", k, name), 0, -(-len(bits) // 65_536))
-        sums.append(sum(int(b) * (int(a[j % 65_536]) | 1) * (int(c[j // 65_536]) | 1) for j, b in enumerate(bits)) % 2**64)
+        sums.append(
+            sum(int(b) * (int(a[j % 65_536]) | 1) * (int(c[j // 65_536]) | 1) for j, b in enumerate(bits))
+            % 2**64
+        )
     return Digest(*sums)
 
 
@@ -41,7 +47,7 @@ def test_it_is_the_documented_formula(dtype: torch.dtype) -> None:
 def test_any_cut_gives_the_same_digest(dtype: torch.dtype, cuts: list[int]) -> None:
     data = sample(140_000, dtype)
     bounds = sorted({0, 140_000, *cuts})
-    parts = [("w", a, data[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [("w", a, data[a:b]) for a, b in itertools.pairwise(bounds)]
     assert digest_of(reversed(parts)) == digest_slice("w", 0, data)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from sirara.checkpoint.digest import digest_slice
 
 PAGE = Path(__file__).parents[3] / "docs" / "numerics.md"
@@ -20,6 +21,8 @@ def test_the_page_defines_what_the_product_computes(dtype: torch.dtype) -> None:
     # Only the seam between two table blocks: the page's version is made to be read, not to be fast.
     tail = data[65_400:]
     full = np.zeros(len(data), dtype=np.uint16 if dtype == torch.bfloat16 else data.numpy().dtype)
-    full[65_400:] = tail.view(torch.int16).numpy().view(np.uint16) if dtype == torch.bfloat16 else tail.numpy()
+    full[65_400:] = (
+        tail.view(torch.int16).numpy().view(np.uint16) if dtype == torch.bfloat16 else tail.numpy()
+    )
     ours = digest_slice("model.norm.weight", 65_400, tail)
     assert names["digest"]("model.norm.weight", full) == (ours.first, ours.second)

@@ -80,7 +80,9 @@ def test_an_imported_step_can_be_imported_and_its_damage_is_named(tmp_path):
     write_model(tmp_path / "hf", tiny_shape())
     import_folder(tmp_path / "hf", tmp_path / "a")
     import_folder(tmp_path / "a", tmp_path / "b")
-    assert json.loads((tmp_path / "b" / "manifest.json").read_text())["files"]["name"].count("config.json") == 1
+    assert (
+        json.loads((tmp_path / "b" / "manifest.json").read_text())["files"]["name"].count("config.json") == 1
+    )
     flip_bit(tmp_path / "b" / "model.safetensors", 5000)
     with pytest.raises(CheckpointError, match=r"model.safetensors: its bytes hash to"):
         Snapshot(tmp_path / "b").read("model.embed_tokens.weight")

@@ -5,9 +5,9 @@ from math import prod
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sirara.pure.families import PRESETS, unit_specs
 from sirara.pure.groups import ALIGN, GRAIN, flat_groups
-
 from tests.toy import specs
 
 

@@ -1,9 +1,12 @@
 """One tree for every deal: enumeration with floats whose sum depends on the association."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sirara.errors import ConfigError
 from sirara.pure.tree import Deal, aligned_nodes, combine, deal, node_sums
 
@@ -92,7 +95,7 @@ def test_norm_sums_have_equal_bits_for_any_cut(leaves: int, cuts: list[int], see
     bounds = sorted({0, leaves, *(c for c in cuts if c < leaves)})
     whole = combine(dict(zip(aligned_nodes(0, leaves), node_sums(values, 0), strict=True)), leaves)
     nodes = {}
-    for lo, hi in zip(bounds, bounds[1:], strict=False):
+    for lo, hi in itertools.pairwise(bounds):
         nodes |= dict(zip(aligned_nodes(lo, hi), node_sums(values[lo:hi], lo), strict=True))
     assert combine(nodes, leaves) == whole
     assert whole == pytest.approx(values.sum(), rel=1e-12)

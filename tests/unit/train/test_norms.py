@@ -1,4 +1,4 @@
-"""Norm sums by half grains: equal bits for any threads and shards; overflow is no fault, non-finite elements are named."""
+"""Norm sums by half grains: equal bits for any threads and shards; overflow is no fault, bad elements are named."""
 
 from types import SimpleNamespace
 
