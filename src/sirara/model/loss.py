@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sirara.model.ops import spans, wide
 
-LOGITS_BYTES = 64 << 20
+LOGITS_BYTES = 24 << 20
 NO_TARGET = -100
 
 
@@ -36,7 +36,8 @@ class _TokenLosses(torch.autograd.Function):
         tokens, vocab = x_TD.shape[0], weight_VD.shape[0]
         losses_T = torch.empty(tokens, dtype=wide(x_TD.dtype), device=x_TD.device)
         dx_TD = torch.empty_like(x_TD) if grad else None
-        chunk = max(1, LOGITS_BYTES // (vocab * x_TD.element_size()))
+        chunks = -(-tokens * vocab * x_TD.element_size() // LOGITS_BYTES)
+        chunk = -(-tokens // max(1, chunks))
         # One rounding per gradient: several chunks of a low dtype are added up in fp32.
         sums = x_TD.dtype if chunk >= tokens else wide(x_TD.dtype)
         dw_VD: Tensor | None = None

@@ -41,6 +41,9 @@ def arithmetic(config: RunConfig, *, device: str, threads: int, layout: dict[str
         for key, value in _flatten(sections)
         if not key.endswith((".path", ".tokenizer", ".eval_every"))
     }
+    if config.train.lr_schedule.name == "constant":
+        # A longer run is another one only where the learning rate looks at its end.
+        del flat["train.steps"]
     flat |= {
         "launch.threads": threads,
         "device": device,

@@ -12,7 +12,7 @@ from typing import Literal
 
 from sirara.config.run_folder import RunFolder
 from sirara.config.schema import RunConfig
-from sirara.errors import StorageError
+from sirara.errors import ConfigError, StorageError
 from sirara.events import JsonLines
 from sirara.train.own_loop import SAVE, STOP, Trainer
 from sirara.train.step import StepResult
@@ -45,6 +45,12 @@ def train(
         journal = _Journal(config, run, attempt, trainer)
         if resume:
             restored = trainer.resume()
+            if restored.step > config.train.steps:
+                raise ConfigError(
+                    f"the run has done {restored.step} steps already, train.steps={config.train.steps}",
+                    code="SR122",
+                    try_=[f"train.steps={2 * restored.step}", f"sirara export {run.id} OUT"],
+                )
             journal.resumed(restored.step, restored.skipped)
         else:
             trainer.start()
