@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sirara.model.decoder import Decoder
     from sirara.pure.families import PRESETS, ModelShape, unit_specs
     from sirara.train.loop import train as train_run
+    from sirara.train.own_loop import Trainer
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ __all__ = [
     "RunFolder",
     "SiraraError",
     "StorageError",
+    "Trainer",
     "__version__",
     "load_config",
     "model_shape",
@@ -67,6 +69,7 @@ _HOMES = {
     "EvalBatches": "data.batches:EvalBatches",
     "ModelShape": "pure.families:ModelShape",
     "RunConfig": "config.schema:RunConfig",
+    "Trainer": "train.own_loop:Trainer",
     "RunFolder": "config.run_folder:RunFolder",
     "load_config": "config.load:load",
     "model_shape": "config.load:model_shape",

@@ -21,7 +21,16 @@ NAMES = [
         "NumericError",
         "RunConfig",
     ),
-    *("RunFolder", "SiraraError", "StorageError", "__version__", "load_config", "model_shape", "train_run"),
+    *(
+        "RunFolder",
+        "SiraraError",
+        "StorageError",
+        "Trainer",
+        "__version__",
+        "load_config",
+        "model_shape",
+        "train_run",
+    ),
     "unit_specs",
 ]
 
