@@ -14,6 +14,7 @@ from sirara.config.run_folder import RunFolder
 from sirara.config.schema import RunConfig
 from sirara.errors import ConfigError, StorageError
 from sirara.events import JsonLines
+from sirara.pure.families import parameter_count
 from sirara.train.own_loop import SAVE, STOP, Trainer
 from sirara.train.step import StepResult
 
@@ -54,7 +55,7 @@ def train(
             journal.resumed(restored.step, restored.skipped)
         else:
             trainer.start()
-            journal.event("start", layout=trainer.layout, grade=trainer.grade.name)
+            journal.started()
         return _run(config, trainer, journal, requests)
 
 
@@ -103,6 +104,22 @@ class _Journal:
             # A stop record must outlive the machine: the supervisor's exit code stands on it.
             self.events.append({"kind": kind, **fields}, durable=kind in ("stop", "done", "resume"))
 
+    def started(self) -> None:
+        self.event("start", layout=self.trainer.layout, grade=self.trainer.grade.name)
+        self._tell_layout()
+
+    def _tell_layout(self) -> None:
+        if self.speaks:
+            layout, train = self.trainer.layout, self.config.train
+            _log.info(
+                "%d parameters, dp %d, ZeRO %d; a step is %d microbatches, added in blocks of %d",
+                parameter_count(self.trainer.shape),
+                layout["dp"],
+                layout["zero"],
+                train.global_batch // train.micro_batch,
+                layout["block"],
+            )
+
     def resumed(self, step: int, skipped: tuple[tuple[int, str], ...]) -> None:
         grade = self.trainer.grade
         self.event(
@@ -115,6 +132,7 @@ class _Journal:
         )
         if self.speaks:
             _log.info("resumed from step %d, grade %s", step, grade)
+        self._tell_layout()
 
     def skipped(self, result: StepResult) -> None:
         self.event("skip", step=self.trainer.step, parameter=result.bad_parameter)

@@ -269,7 +269,7 @@ class Trainer:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Degrees and ZeRO stage, as they are stored in checkpoints."""
+        """Degrees, ZeRO stage and microbatches per block of the reduction, as they are stored in checkpoints."""
         mesh = self.mesh
         return {
             "world": self.world.size,
@@ -278,6 +278,7 @@ class Trainer:
             "cp": mesh.cp,
             "tp": mesh.tp,
             "zero": self.config.mesh.zero,
+            "block": 1 << self.deal.k,
         }
 
     def digest(self) -> Digest:
