@@ -10,6 +10,7 @@ agree to stay with gloo.  On x86 stores become visible in the order in which the
 """
 
 import ctypes
+import hashlib
 import os
 import platform
 import time
@@ -52,14 +53,16 @@ def open_direct_link(comm: Comm) -> "DirectLink | None":
     """A link that all ranks of `comm` can use, or None on all of them.  Collective."""
     function = _reader()
     board = np.zeros((TAGS, comm.size, 4), dtype=np.int64)
-    magic = np.array([_MAGIC], dtype=np.int64)
+    magic = np.array([_MAGIC + comm.rank], dtype=np.int64)
     able = function is not None and platform.machine() == "x86_64"
     row = [int(able), os.getpid(), board.ctypes.data, magic.ctypes.data, _machine()]
     rows = comm.gather_rows("find direct peers", torch.tensor(row, dtype=torch.int64)).tolist()
     link = None
     if function is not None and all(r[0] and r[4] == row[4] for r in rows):
         link = DirectLink(comm, function, board, [(r[1], r[2]) for r in rows])
-        able = all(link.peek(rank, r[3], 1)[0] == _MAGIC for rank, r in enumerate(rows) if rank != comm.rank)
+        able = all(
+            link.peek(rank, r[3], 1)[0] == _MAGIC + rank for rank, r in enumerate(rows) if rank != comm.rank
+        )
     answers = comm.gather_rows("agree on direct peers", torch.tensor([int(able and link is not None)]))
     return link if bool(answers.all()) else None
 
@@ -68,7 +71,7 @@ def _machine() -> int:
     """One number per machine and process namespace: a pid must mean the same process to all."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text() if os.path.exists("/proc/self/ns/pid") else ""
     name = boot + (os.readlink("/proc/self/ns/pid") if boot else str(os.getpid()))
-    return int.from_bytes(name.encode()[:64].ljust(64, b"\0"), "little") % (1 << 61)
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
 
 
 class DirectLink:
@@ -148,15 +151,17 @@ class DirectTransfer:
     def wait(self) -> None:
         """Reads what was sent to this rank, then waits until the peers have read what it sent."""
         deadline = time.monotonic() + self.link.comm.timeout_s
-        board = self.link.board
+        board, ranks = self.link.board, self.link.comm.ranks
         for peer, tensor in self.receives:
             taken = board[self.tag, peer, _TAKEN]
-            entry = self._poll(peer, deadline, lambda e, taken=taken: e[_POSTS] > taken)
+            self._poll(peer, deadline, lambda e, taken=taken: e[_POSTS] > taken)
+            # One copy of the entry may mix two moments; this one begins after the post, which stays until taken.
+            entry = self.link.entry(self.tag, peer)
             expected = tensor.numel() * tensor.element_size()
             if entry[_BYTES] != expected or entry[_POSTS] != taken + 1:
                 raise InvariantError(
-                    f"rank {peer} sent {entry[_BYTES]} bytes as post {entry[_POSTS]} of tag {self.tag}",
-                    why=f"rank {self.link.comm.rank} expected {expected} bytes as post {taken + 1}",
+                    f"rank {ranks[peer]} sent {entry[_BYTES]} bytes as post {entry[_POSTS]} of tag {self.tag}",
+                    why=f"rank {ranks[self.link.comm.rank]} expected {expected} bytes as post {taken + 1}",
                 )
             self.link.fetch(peer, int(entry[_ADDRESS]), tensor)
             board[self.tag, peer, _TAKEN] = taken + 1
