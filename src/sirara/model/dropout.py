@@ -17,6 +17,12 @@ def dropout(x: Tensor, p: float, key: DropoutKey | None, layer: int, site: str) 
     """x with elements dropped with probability p and the others divided by 1 - p; x itself without a key."""
     if key is None or p == 0.0:
         return x
+    return _drop_by_key(x, p, key, layer, site)
+
+
+@torch.compiler.disable()
+def _drop_by_key(x: Tensor, p: float, key: DropoutKey, layer: int, site: str) -> Tensor:
+    # Traced, the words of a mask are constants: too long for compiled code, and new ones for every microbatch.
     return _Dropout.apply(x, p, key.stream(layer, site))
 
 
