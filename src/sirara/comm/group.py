@@ -140,18 +140,14 @@ class Comm:
             _all_gather(out, row_N.contiguous(), group=self.group)
         return out.view(self.size, -1)
 
-    def reduce_scatter_sum(self, what: str, full_P: Tensor) -> Tensor:
-        """This rank's equal part of the sum over ranks, added by the library: bits depend on the layout.
+    def reduce_scatter_sum(self, what: str, full_P: Tensor, out_S: Tensor) -> None:
+        """Fills `out_S` with this rank's equal part of the sum over ranks, added by the library.
 
-        Only `numerics: fast` calls it.
+        Bits depend on the layout: only `numerics: fast` calls it.
         """
-        if self.size == 1:
-            return full_P
         self._note(what, full_P.numel() * full_P.element_size())
-        out_S = full_P.new_empty(full_P.numel() // self.size)
         with self.translate(what):
             _reduce_scatter(out_S, full_P, group=self.group)
-        return out_S
 
     def _note(self, what: str, sent_bytes: int) -> None:
         self.bytes_sent += sent_bytes

@@ -253,6 +253,8 @@ class FastSum(GradientSum):
         full = self.local.total(self.numel)
         if self.comm.size == 1:
             return full
-        shard = self.comm.reduce_scatter_sum(f"reduce {self.name}", full)
+        # The caller gives the shard back to the pool, so it must come from there.
+        shard = self.pool.take(self.shard_numel, full.dtype)
+        self.comm.reduce_scatter_sum(f"reduce {self.name}", full, shard)
         self.pool.give(full)
         return shard
