@@ -166,19 +166,25 @@ def grain_sums(shards: list[Tensor], groups: list[FlatGroup]) -> tuple[list[np.n
     """Per group the sums of squares of each half grain, float64, and the first non-finite element (inf when none)."""
     norms = [torch.linalg.vector_norm(shard_S.view(-1, HALF), dim=1) for shard_S in shards]
     flat = torch.cat(norms).cpu().double().numpy()
-    bad = inf
-    if not np.isfinite(flat).all():
-        # Rare: finite elements whose squares overflow are summed again in float64, true faults are located.
-        for index, (shard_S, norm) in enumerate(zip(shards, norms, strict=True)):
-            for row in (~torch.isfinite(norm)).nonzero().flatten().tolist():
-                values = shard_S.view(-1, HALF)[row]
-                wrong = (~torch.isfinite(values)).nonzero().flatten()
-                if len(wrong):
-                    element = groups[index].shard[0] + row * HALF + int(wrong[0])
-                    bad = min(bad, float((index << _FLAT_BITS) + element))
-                norm[row] = values.double().square().sum().sqrt()
-        flat = torch.cat(norms).cpu().double().numpy()
-    return np.split(np.square(flat), np.cumsum([len(n) for n in norms])[:-1]), bad
+    parts = np.split(flat, np.cumsum([len(n) for n in norms])[:-1])
+    bad = inf if np.isfinite(flat).all() else _first_bad(shards, groups, parts)
+    return [np.square(part) for part in parts], bad
+
+
+def _first_bad(shards: list[Tensor], groups: list[FlatGroup], norms: list[np.ndarray]) -> float:
+    """The first non-finite element, inf when there is none: then norms that only overflowed are made right.
+
+    A true fault spoils every norm, so nothing is looked at behind the first one.
+    """
+    for index, (shard_S, norm) in enumerate(zip(shards, norms, strict=True)):
+        for row in np.flatnonzero(~np.isfinite(norm)).tolist():
+            values = shard_S.view(-1, HALF)[row].double()
+            wrong = (~torch.isfinite(values)).nonzero().flatten()
+            if len(wrong):
+                element = groups[index].shard[0] + row * HALF + int(wrong[0])
+                return float((index << _FLAT_BITS) + element)
+            norm[row] = float(values.square().sum().sqrt())
+    return inf
 
 
 def _node_count(flat: FlatGroup, ranks: int) -> int:

@@ -1,10 +1,12 @@
 """Norm sums by half grains: equal bits for any threads and shards; overflow is no fault, bad elements are named."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sirara.train.step import _FLAT_BITS, HALF, grain_sums, loss_sum
 
@@ -38,6 +40,28 @@ def test_finite_elements_whose_squares_overflow_are_summed_right() -> None:
     (total,), bad = sums([shard])
     assert bad == float("inf")
     assert total.sum() == pytest.approx(1e60, rel=1e-6)
+
+
+def test_a_norm_beyond_float32_is_no_fault_and_summed_right() -> None:
+    shard = torch.full((2 * HALF,), 3e38)
+    (total,), bad = sums([shard])
+    assert bad == float("inf")
+    assert total.sum() == pytest.approx(2 * HALF * 9e76, rel=1e-6)
+
+
+def test_a_gradient_that_is_bad_everywhere_is_not_searched_beyond_its_first_element() -> None:
+    # A run that blows up has no finite element left: a look at every row took minutes on a large shard.
+    with CountOps() as ops:
+        assert sums([torch.full((1000 * HALF,), torch.nan)])[1] == 2048.0
+    assert ops.count < 50
+
+
+class CountOps(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
