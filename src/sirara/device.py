@@ -20,6 +20,11 @@ class Device:
     def kind(self) -> str:
         return self.torch_device.type
 
+    @property
+    def model(self) -> str:
+        """Whose kernels compute: the accelerator's model, or "cpu"."""
+        return torch.cuda.get_device_name(self.torch_device) if self.kind == "cuda" else "cpu"
+
     def peak_bytes(self) -> int:
         """Peak memory: allocated bytes on an accelerator, peak resident set of the process on the CPU."""
         if self.kind == "cuda":

@@ -17,6 +17,8 @@ CLOSE_AXES = ("tp", "cp", "ep")
 """Mesh axes that split the arithmetic of a microbatch itself."""
 
 _SECTIONS = ("seed", "numerics", "model", "data", "train")
+_OUTSIDE = (".path", ".tokenizer", "train.eval_every", "train.recompute")
+"""Keys, by their ends, that change no bit of training; evaluation has no side effects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +36,13 @@ def arithmetic(config: RunConfig, *, device: str, threads: int, layout: dict[str
     """Everything that the bits of a run depend on, as flat JSON; stored in every manifest.
 
     Paths of data are not in it: moving a token store changes nothing, and another content has another data digest.
+    device: the model of the accelerator, "cpu" without one.
     """
     sections = config.model_dump(mode="json", by_alias=True, include=set(_SECTIONS))
     flat = {
         key: value
         for key, value in _flatten(sections)
-        if not key.endswith((".path", ".tokenizer", ".eval_every"))
+        if not key.endswith(_OUTSIDE) and not key.startswith("data.eval")
     }
     if config.train.lr_schedule.name == "constant":
         # A longer run is another one only where the learning rate looks at its end.

@@ -90,7 +90,7 @@ class Trainer:
             deadline_s=timeout_s,
         )
         self._arithmetic = arithmetic(
-            config, device=self.device.kind, threads=torch.get_num_threads(), layout=self.layout
+            config, device=self.device.model, threads=torch.get_num_threads(), layout=self.layout
         )
 
     def _build(self) -> None:

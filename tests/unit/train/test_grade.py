@@ -29,6 +29,7 @@ def of(tmp_path: Path, *overrides: str, threads: int = 1, layout: dict[str, int]
         ["checkpoint.every=3", "checkpoint.keep_last=9"],
         ["log.every=7"],
         ["train.eval_every=3"],
+        ["data.eval=[{path: /held, name: held}]"],
         ["data.train=[{path: /elsewhere}]"],
         ["run_dir=/elsewhere"],
         ["train.steps=20"],
