@@ -230,6 +230,37 @@ def test_a_resume_without_one_of_its_items_is_noticed(
     assert broken["losses"] != [loss for _, loss, _ in expected["losses"][CUT:]]
 
 
+def save_twice(given: dict[str, Any]) -> None:
+    trainer = open_trainer(given, 1, 0)
+    try:
+        trainer.start()
+        for _ in range(CUT):
+            trainer.train_step()
+            trainer.save()
+    finally:
+        trainer.batches.close()
+
+
+def resume_while_rank_0_clears(given: dict[str, Any]) -> int:
+    """A resume in which the other ranks listed the steps before rank 0 put back the newest one."""
+    trainer = open_trainer(given, 1, 1)
+    if trainer.world.rank > 0:
+        trainer.manager.newest = lambda: [CUT - 1]  # type: ignore[method-assign]
+    try:
+        return trainer.resume().step
+    finally:
+        if hasattr(trainer, "batches"):
+            trainer.batches.close()
+
+
+def test_ranks_that_see_other_steps_resume_from_that_of_rank_0(store: Path, tmp_path: Path) -> None:
+    # Each rank took the newest step of its own list, and the mixture was no state that had been saved.
+    given = settings(tmp_path, store)
+    begin(tmp_path)
+    run_ranks(2, save_twice, given)
+    assert run_ranks(2, resume_while_rank_0_clears, given) == [CUT, CUT]
+
+
 def test_a_changed_recipe_is_graded_close_and_says_what_changed(store: Path, tmp_path: Path) -> None:
     given = settings(tmp_path, store)
     begin(tmp_path)

@@ -36,11 +36,18 @@ class Outcome:
 
 
 def train(
-    config: RunConfig, run: RunFolder, *, attempt: int, resume: bool, requests: Callable[[], str]
+    config: RunConfig,
+    run: RunFolder,
+    *,
+    attempt: int,
+    resume: bool,
+    requests: Callable[[], str],
+    alive: Callable[[], object] = lambda: None,
 ) -> Outcome:
     """Trains to the last step, or stops on request after a committed checkpoint.
 
     Args:  requests: asked once per step on every rank: "", "save" or "stop".
+           alive: called while an evaluation goes on, whose length nothing limits.
     """
     with Trainer(config, run, attempt=attempt) as trainer:
         journal = _Journal(config, run, attempt, trainer)
@@ -56,17 +63,25 @@ def train(
         else:
             trainer.start()
             journal.started()
-        return _run(config, trainer, journal, requests)
+        return _run(config, trainer, journal, requests, alive)
 
 
-def _run(config: RunConfig, trainer: Trainer, journal: "_Journal", requests: Callable[[], str]) -> Outcome:
+def _run(
+    config: RunConfig,
+    trainer: Trainer,
+    journal: "_Journal",
+    requests: Callable[[], str],
+    alive: Callable[[], object] = lambda: None,
+) -> Outcome:
     digest, saved, failures = "", -1, 0
     while trainer.step < config.train.steps:
         result = trainer.train_step(request=_CODES[requests()])
         last = trainer.step == config.train.steps
         if result.skipped:
             journal.skipped(result)
-        evals = trainer.evaluate() if last or _due(trainer.step, config.train.eval_every) else {}
+        evals = trainer.evaluate(alive=alive) if last or _due(trainer.step, config.train.eval_every) else {}
+        # Before the save: a kill right after its commit must not leave a step without a record.
+        journal.step(result, evals)
         if last or result.request or _due(trainer.step, config.checkpoint.every):
             try:
                 digest, saved, failures = str(trainer.save()), trainer.step, 0
@@ -76,7 +91,6 @@ def _run(config: RunConfig, trainer: Trainer, journal: "_Journal", requests: Cal
                 journal.save_failed(error, failures)
                 if last or result.request == STOP or failures > config.checkpoint.max_failures:
                     raise
-        journal.step(result, evals)
         if result.request == STOP and not last:
             journal.event("stop", step=trainer.step, digest=digest)
             return journal.outcome("stopped", digest)

@@ -11,6 +11,7 @@ with Trainer(config, run, attempt=1) as trainer:
 import json
 import math
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -46,6 +47,8 @@ SAVE, STOP = 1, 2
 """Requests as ranks agree on them: the largest one of all ranks wins."""
 
 _FAULT_BYTES = 400
+_CANDIDATES = 256
+"""Committed steps that a resume looks at, newest first."""
 
 
 class Trainer:
@@ -53,7 +56,8 @@ class Trainer:
 
     Attributes:  state: the one owner of what is resumed.  comm, device: where this rank stands.
                  loss: of the last step.  grade: how equal the run is to an uninterrupted one.
-                 timings: seconds of the last step by name ("time/step_s", "time/data_wait_s", "time/ckpt_stall_s").
+                 timings: seconds of the last step by name ("time/step_s", "time/data_wait_s"), and of the saves
+                 between it and the one before ("time/ckpt_stall_s").
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Trainer:
         )
         self.grade = Grade("exact" if config.numerics == "exact" else "close", ())
         self.timings: dict[str, float] = {}
+        self._stall_s = 0.0
         self.loss = math.nan
         self.tokenizer, self.vocab = Batches.tokenizer_of(config.data)
         self.shape = model_shape(config, self.vocab)
@@ -147,7 +152,7 @@ class Trainer:
         Returns:  the step, and the newer ones that could not be read, each with its reason.
         Raises:   CheckpointError when steps exist but none can be read, or when what was loaded is not what was saved.
         """
-        restored = self.manager.restore(self.state.load, agree=self._first_fault)
+        restored = self.manager.restore(self.state.load, steps=self._candidates(), agree=self._first_fault)
         if restored is None:
             self.start()
             return Restored(step=0, skipped=())
@@ -177,6 +182,15 @@ class Trainer:
                 why=f"sample ids digest to {ids}, {record['next_batch']} was saved",
             )
         return restored
+
+    def _candidates(self) -> list[int]:
+        """Rank 0's newest committed steps: while it clears what a crash left, the others may see another list."""
+        row = torch.full((_CANDIDATES,), -1, dtype=torch.int64)
+        if self.world.rank == 0:
+            newest = self.manager.newest()[:_CANDIDATES]
+            row[: len(newest)] = torch.tensor(newest, dtype=torch.int64)
+        rows = self.comm.gather_rows("agree on the steps", row.to(self.device.torch_device))
+        return [step for step in rows[0].tolist() if step >= 0]
 
     def _first_fault(self, fault: str) -> str:
         """The fault of the first rank that has one: all ranks take the same step."""
@@ -249,7 +263,9 @@ class Trainer:
         self.timings = {
             "time/step_s": time.perf_counter() - began,
             "time/data_wait_s": self.batches.take_waited_s(),
+            "time/ckpt_stall_s": self._stall_s,
         }
+        self._stall_s = 0.0
         return result
 
     def _keys(self, mine: list[int]) -> dict[int, DropoutKey] | None:
@@ -258,10 +274,13 @@ class Trainer:
         seed, step = self.config.seed, self.state.counters.step
         return {i: DropoutKey(seed=seed, step=step, microbatch=i) for i in mine}
 
-    def evaluate(self) -> dict[str, float]:
-        """Loss per target token of every evaluation set, by name; nothing of the run changes."""
+    def evaluate(self, *, alive: Callable[[], object] = lambda: None) -> dict[str, float]:
+        """Loss per target token of every evaluation set, by name; nothing of the run changes.
+
+        Args:  alive: called after each batch.
+        """
         return {
-            name: evaluate(self.stepper.stage, batches, comm=self.comm)
+            name: evaluate(self.stepper.stage, batches, comm=self.comm, alive=alive)
             for name, batches in self.eval_sets.items()
         }
 
@@ -321,9 +340,7 @@ class Trainer:
         text = self._first_fault(fault.what if fault else "")
         if fault or text:
             raise fault or StorageError(f"step {counters.step} was not saved: {text}", code="SR603")
-        self.timings["time/ckpt_stall_s"] = (
-            self.timings.get("time/ckpt_stall_s", 0.0) + time.perf_counter() - began
-        )
+        self._stall_s += time.perf_counter() - began
         return digest
 
     def _hf_files(self) -> dict[str, bytes]:
