@@ -11,6 +11,7 @@ from sirara.config.load import Loaded, load
 from sirara.config.run_folder import RunFolder, write_durably
 from sirara.errors import ConfigError
 from sirara.launch.crash import exit_code_of
+from sirara.launch.signals import Requests
 from sirara.launch.worker import Outcome, Result, Seat, work
 
 
@@ -52,7 +53,7 @@ def train_here(seat: Seat, *, resume: bool) -> Result:
             try_=[f"sirara resume {seat.run.id}", "sirara run CONFIG   (a new run)"],
         )
 
-    def entry(requests: Callable[[], str]) -> Outcome:
+    def entry(requests: Requests) -> Outcome:
         import torch
 
         from sirara.train.loop import train
@@ -60,7 +61,9 @@ def train_here(seat: Seat, *, resume: bool) -> Result:
         torch.set_num_threads(int(seat.run.record()["threads"]))
         loaded = load(attempt_config(seat.run, seat.attempt))
         asked = _keeping(loaded, seat, requests)
-        return train(loaded.config, seat.run, attempt=seat.attempt, resume=resume, requests=asked)
+        return train(
+            loaded.config, seat.run, attempt=seat.attempt, resume=resume, requests=asked, alive=requests.alive
+        )
 
     return work(seat, entry)
 

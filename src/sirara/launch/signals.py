@@ -75,10 +75,8 @@ class Requests:
 
     def __call__(self) -> str:
         self.polls += 1
-        self.last_poll = now = self._clock()
-        if self._agent is not None and os.getppid() != self._agent:
-            log.error("the agent (process %d) is gone: this worker ends at once", self._agent)
-            self._leave(ORPHAN_EXIT)
+        self.alive()
+        now = self.last_poll
         if self._rank == 0:
             self._read_control()
             if now >= self._fence_at:
@@ -88,6 +86,13 @@ class Requests:
             return "stop"
         asked, self._save = "save" if self._save else "", False
         return asked
+
+    def alive(self) -> None:
+        """A sign of life between polls, for work that may take longer than a step, such as an evaluation."""
+        self.last_poll = self._clock()
+        if self._agent is not None and os.getppid() != self._agent:
+            log.error("the agent (process %d) is gone: this worker ends at once", self._agent)
+            self._leave(ORPHAN_EXIT)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:

@@ -3,7 +3,8 @@
 The training itself is handed in, so this file knows neither torch nor the model:
 
     work(seat, entry)   logs -> recorded as a process of the attempt -> bound to its agent -> watchdog
-                        outcome = entry(requests)            requests(): polled at step boundaries
+                        outcome = entry(requests)            requests(): polled at step boundaries;
+                                                             requests.alive() within long work
                         rank 0 writes the event "end"        an error: report, event, raised on
 """
 
@@ -87,7 +88,7 @@ class Result:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def work(seat: Seat, entry: Callable[[Callable[[], str]], Outcome]) -> Result:
+def work(seat: Seat, entry: Callable[[Requests], Outcome]) -> Result:
     """Trains by `entry(requests)` in this process.  Errors are reported in the run folder and raised on."""
     with worker_logs(seat.run, attempt=seat.attempt, rank=seat.rank, world=seat.world):
         try:

@@ -126,6 +126,17 @@ def test_a_poll_is_a_sign_of_life(run):
     assert (asked.polls, asked.last_poll) == (1, 9.0)
 
 
+def test_long_work_between_polls_gives_signs_of_life_and_takes_no_request(run):
+    # An evaluation of more than launch.hang_timeout was ended as a hang, and again by each resume.
+    now = [5.0]
+    asked = requests_of(run, clock=lambda: now[0])
+    request(run, "save")
+    now[0] = 9.0
+    asked.alive()
+    assert (asked.polls, asked.last_poll) == (0, 9.0)
+    assert asked() == "save"
+
+
 def test_rank_0_notices_that_a_newer_attempt_owns_the_run(run):
     now = [0.0]
     asked = requests_of(run, clock=lambda: now[0])

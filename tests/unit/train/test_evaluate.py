@@ -1,0 +1,23 @@
+"""An evaluation may take longer than the longest step that is allowed: it says that it goes on."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from sirara.data.batches import EvalBatches
+from sirara.data.store import write_store
+from sirara.train.evaluate import evaluate
+
+
+def test_every_batch_of_an_evaluation_is_a_sign_of_life(tmp_path) -> None:
+    # A set of more than launch.hang_timeout was ended as a hang, with everything since the last checkpoint.
+    write_store(tmp_path / "store", [np.arange(1, 30)], vocab=30, eot=0)
+    batches = EvalBatches(tmp_path / "store", seq_len=4, micro_batch=2, vocab=30)
+    zero = SimpleNamespace(pool=torch.zeros(1), wait_all=lambda: None)
+    stage: Any = SimpleNamespace(zero=zero, evaluate=lambda inputs: torch.ones(inputs.targets_BL.shape))
+    comm: Any = SimpleNamespace(size=1, rank=0, gather_rows=lambda what, row: row[None])
+    signs: list[None] = []
+    evaluate(stage, batches, comm=comm, alive=lambda: signs.append(None))
+    assert len(signs) == len(batches) > 1
