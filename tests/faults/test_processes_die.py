@@ -100,6 +100,16 @@ def test_a_run_of_two_workers_ends_with_0_and_one_record(job):
     assert not any((job.run.path / "crash").iterdir())
 
 
+def test_an_attempt_leaves_nothing_in_the_temporary_folder(job, tmp_path, monkeypatch):
+    # Elastic made a folder for its logs, of which we use none, and left it.
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    code, _, err = job.ends(job.start("agent", 2, steps=5))
+    assert code == 0, err
+    assert list(temporary.iterdir()) == []
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_sigkill_of_one_worker_ends_all_within_seconds_and_names_it(job, victim):
     process = job.start("agent", 2, steps=LONG)

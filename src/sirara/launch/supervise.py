@@ -136,7 +136,8 @@ class _Asked:
 
 class _Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, *, asked: _Asked, stop_grace_s: float) -> None:
-        super().__init__(spec, DefaultLogsSpecs(), exit_barrier_timeout=30)
+        # Workers keep their own logs; elastic would leave an empty folder in /tmp for each attempt.
+        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), exit_barrier_timeout=30)
         self._asked = asked
         self._stop_grace_s = stop_grace_s
         self._stop_sent_at: float | None = None
