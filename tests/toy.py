@@ -6,7 +6,7 @@ from torch import nn
 from sirara.pure.families import Init, TensorSpec, UnitSpec
 from sirara.pure.placement import REPLICATE
 
-VOCAB, HIDDEN, BLOCKS, LENGTH = 37, 24, 3, 6
+VOCAB, HIDDEN, BLOCKS, LENGTH = 37, 56, 3, 6  # every rank of four owns elements, not padding alone
 
 
 class Embed(nn.Module):
