@@ -40,9 +40,13 @@ class Device:
 def open_device(*, local_rank: int, exact: bool) -> Device:
     """The device of this rank: its own GPU when CUDA is there, else the CPU.
 
-    Args:  exact: turn on torch's deterministic algorithms on CUDA; the CPU's are deterministic as they are.
+    Args:  exact: turn on torch's deterministic algorithms on CUDA, and on the CPU MKL's reproducible mode.
     """
     if os.environ.get("SIRARA_DEVICE", "") == "cpu" or not torch.cuda.is_available():
+        mode = reproducible_mkl(Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "")
+        if exact and mode:
+            # MKL reads it at its first call; products of this process that came before keep their own way.
+            os.environ.setdefault("MKL_CBWR", mode)
         return Device(torch_device=torch.device("cpu"))
     count = torch.cuda.device_count()
     if local_rank >= count:
@@ -58,9 +62,16 @@ def open_device(*, local_rank: int, exact: bool) -> Device:
     return Device(torch_device=torch.device("cuda", local_rank))
 
 
-def available_memory_bytes() -> int:
-    """Free host memory, as the kernel estimates it."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+def reproducible_mkl(cpuinfo: str) -> str:
+    """The value of MKL_CBWR with which fp32 products have equal bits for any number of threads; "" where none is known.
+
+    MKL splits long sums over threads otherwise: a [1024, 4096] by [4096, 512] product differs between 1 and 2.
+    The strict mode exists on Intel's processors alone; each is given its widest instructions that have one.
+    """
+    flags = set(cpuinfo.partition("flags")[2].partition("\n")[0].split())
+    if "GenuineIntel" not in cpuinfo:
+        return ""
+    for flag, mode in (("avx512_vnni", "AVX512_E1"), ("avx512f", "AVX512"), ("avx2", "AVX2")):
+        if flag in flags:
+            return f"{mode},STRICT"
+    return ""
