@@ -110,5 +110,16 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grad_outputs
         (index_BL,) = ctx.saved_tensors
-        dw = torch.ops.aten.embedding_dense_backward(dy.to(wide(dy.dtype)), index_BL, ctx.rows, -1, False)
-        return None, dw.to(dy.dtype)
+        if dy.dtype == wide(dy.dtype):
+            return None, _sums(dy, index_BL, ctx.rows)
+        if dy.device.type != "cpu":
+            return None, _sums(dy.to(wide(dy.dtype)), index_BL, ctx.rows).to(dy.dtype)
+        # Few rows of a vocabulary occur: only theirs are added up in fp32.
+        present, index = torch.unique(index_BL, return_inverse=True)
+        dw = dy.new_zeros(ctx.rows, dy.shape[-1])
+        dw[present] = _sums(dy.to(wide(dy.dtype)), index, len(present)).to(dy.dtype)
+        return None, dw
+
+
+def _sums(dy: Tensor, index: Tensor, rows: int) -> Tensor:
+    return torch.ops.aten.embedding_dense_backward(dy, index, rows, -1, False)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sirara.model.ops import spans, wide
+from sirara.model.ops import product, spans, wide
 
 LOGITS_BYTES = 24 << 20
 NO_TARGET = -100
@@ -43,17 +43,22 @@ class _TokenLosses(torch.autograd.Function):
         dw_VD: Tensor | None = None
         for low in range(0, tokens, chunk):
             x = x_TD[low : low + chunk]
-            logits = torch.mm(x, weight_VD.t())
-            _losses(logits, targets_T[low : low + chunk], losses_T[low : low + chunk], scale, grad)
+            logits = product(x, weight_VD.t())
+            targets = targets_T[low : low + chunk]
+            _losses(logits, targets, losses_T[low : low + chunk], grad)
             if dx_TD is None:
                 continue
-            torch.mm(logits, weight_VD, out=dx_TD[low : low + chunk])
+            # Scaling x and dx is scaling d logits, with far fewer elements; rows without a target vanish here.
+            absent_T1 = (targets == NO_TARGET).unsqueeze(1)
+            dx = product(logits, weight_VD).mul_(scale).masked_fill_(absent_T1, 0.0)
+            dx_TD[low : low + chunk] = dx
+            x = (x * scale).masked_fill_(absent_T1, 0.0)
             if dw_VD is None:
-                dw_VD = torch.mm(logits.t(), x).to(sums)
+                dw_VD = product(logits.t(), x).to(sums)
             elif sums == x_TD.dtype:
-                dw_VD.addmm_(logits.t(), x)
+                product(logits.t(), x, onto=dw_VD)
             else:
-                dw_VD += torch.mm(logits.t(), x)
+                dw_VD += product(logits.t(), x)
         ctx.save_for_backward(dx_TD, None if dw_VD is None else dw_VD.to(x_TD.dtype))
         ctx.mark_non_differentiable(losses_T)
         return losses_T.sum() * scale, losses_T
@@ -68,8 +73,8 @@ class _TokenLosses(torch.autograd.Function):
         return dx_TD, dw_VD, None, None, None
 
 
-def _losses(logits_TV: Tensor, targets_T: Tensor, losses_T: Tensor, scale: float, grad: bool) -> None:
-    """Fills losses; with grad, logits become scale * d loss / d logits, rows without a target 0."""
+def _losses(logits_TV: Tensor, targets_T: Tensor, losses_T: Tensor, grad: bool) -> None:
+    """Fills losses; with grad, logits become d loss / d logits (of some token where there is no target)."""
     for low, high in spans(logits_TV.shape[0], logits_TV.shape[1], logits_TV.device):
         part, targets = logits_TV[low:high], targets_T[low:high].unsqueeze(1)
         valid = targets != NO_TARGET
@@ -80,6 +85,4 @@ def _losses(logits_TV: Tensor, targets_T: Tensor, losses_T: Tensor, scale: float
         total = inner.amax(-1, keepdim=True).sub_(weights.amax(-1, keepdim=True).log_())
         losses_T[low:high] = ((total - inner.gather(1, index)) * valid).squeeze(1)
         if grad:
-            share = valid * scale
-            weights.scatter_add_(1, index, torch.full_like(total, -1.0))
-            part.copy_(weights.mul_(share))
+            part.copy_(weights.scatter_add_(1, index, torch.full_like(total, -1.0)))

@@ -1,13 +1,14 @@
 """The arithmetic of a block: linear, norms, activations; each keeps little and passes over memory few times.
 
-Every function here gives equal bits for any number of threads. That is why the norms have a backward of their
-own (torch's sums over tokens are cut by threads), and why sums over tokens run over fixed spans of rows: on a
-CPU a span's temporaries stay in cache, too.
+Every function here gives equal bits for any number of threads, as far as the matrix library does: torch's sums
+over tokens in the norms' own backward, long matrix products and what falls on the border between two threads'
+elements do not (see `product` and `elementwise`). oneDNN's bf16 products do so only at some sizes.
 
 Shape letters: T tokens (all leading dims), D features, I inputs, O outputs, F ffn.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 _SPAN_ELEMENTS = 1 << 19
+_VECTOR = 64
+_TORCH_GRAIN = 32_768
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -49,7 +52,8 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    return functional.gelu(x, approximate="tanh")
+    """The tanh form of GELU, as in GPT-2 and BLOOM."""
+    return _GeluTanh.apply(x)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -59,11 +63,66 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def spans(rows: int, width: int, device: torch.device) -> list[tuple[int, int]]:
     """Row ranges whose temporaries fit a CPU's cache; one range on other devices and while compiling."""
-    if device.type != "cpu" or torch.compiler.is_compiling():
+    if device.type != "cpu" or _compiling():
         return [(0, rows)]
     # A function of the width alone: partial sums must not depend on how many rows or threads there are.
     step = max(16, _SPAN_ELEMENTS // width // 16 * 16)
     return [(low, min(low + step, rows)) for low in range(0, rows, step)]
+
+
+def elementwise(function: Callable[..., Tensor], out_RC: Tensor, *inputs_RC: Tensor) -> Tensor:
+    """Writes function(*inputs, out=...) into out_RC, a matrix; equal bits for any number of threads.
+
+    torch deals elements out to threads evenly and computes what does not fill a vector at the end of a thread's
+    share by other instructions, whose exp and tanh differ in the last bit.  Here every share is a number of whole
+    rows and of whole vectors; what is left over is too small to be dealt out.
+    """
+    for piece in _even_pieces(out_RC):
+        function(*(x[piece] for x in inputs_RC), out=out_RC[piece])
+    return out_RC
+
+
+def product(
+    a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None, *, onto: Tensor | None = None
+) -> Tensor:
+    """a @ b + bias, or onto += a @ b; equal bits for any number of threads.
+
+    MKL deals a long K out to threads, so a K that is long for its M and N is added up in pieces of a fixed length.
+    """
+    inner, least = a_MK.shape[1], min(a_MK.shape[0], b_KN.shape[1])
+    step = inner
+    if a_MK.device.type == "cpu" and a_MK.dtype not in _LOW and least >= 16 and not _compiling():
+        step = -(-inner // -(-inner // max(256, 4 * least)))
+    first, second = a_MK[:, :step], b_KN[:step]
+    if onto is not None:
+        y_MN = onto.addmm_(first, second)
+    else:
+        y_MN = torch.mm(first, second) if bias_N is None else torch.addmm(bias_N, first, second)
+    for low in range(step, inner, step):
+        y_MN.addmm_(a_MK[:, low : low + step], b_KN[low : low + step])
+    return y_MN
+
+
+def _even_pieces(x_RC: Tensor) -> list[tuple[slice, slice]]:
+    rows, width = x_RC.shape
+    most = torch.get_num_threads()
+    if rows * width < _TORCH_GRAIN or most == 1 or x_RC.device.type != "cpu":
+        return [(slice(0, rows), slice(0, width))]
+    unit = _VECTOR // math.gcd(_VECTOR, width)
+    even = 0
+    for threads in range(min(most, -(-rows * width // _TORCH_GRAIN)), 1, -1):
+        even = rows // (threads * unit) * (threads * unit)
+        if even and min(most, -(-even * width // _TORCH_GRAIN)) == threads:
+            break
+    else:
+        even = 0
+    pieces = [(slice(0, even), slice(0, width))] if even else []
+    step = max(unit, (_TORCH_GRAIN - 1) // width // unit * unit)
+    columns = width if step * width < _TORCH_GRAIN else _TORCH_GRAIN // 2
+    for low in range(even, rows, step):
+        for left in range(0, width, columns):
+            pieces.append((slice(low, min(rows, low + step)), slice(left, min(width, left + columns))))
+    return pieces
 
 
 def _side_by_side(tensors: Sequence[Tensor], dim: int) -> Tensor:
@@ -71,7 +130,7 @@ def _side_by_side(tensors: Sequence[Tensor], dim: int) -> Tensor:
     first = tensors[0]
     if len(tensors) == 1:
         return first
-    if dim == 0 and not torch.compiler.is_compiling():
+    if dim == 0 and not _compiling():
         end = first.storage_offset()
         storage = first.untyped_storage().data_ptr()
         for t in tensors:
@@ -98,10 +157,7 @@ class _Linear(torch.autograd.Function):
         ctx.biased = bool(biases)
         w_OI = _side_by_side(weights, 1).t() if transposed else _side_by_side(weights, 0)
         x_TI = x.reshape(-1, x.shape[-1])
-        if biases:
-            y_TO = torch.addmm(_side_by_side(biases, 0), x_TI, w_OI.t())
-        else:
-            y_TO = torch.mm(x_TI, w_OI.t())
+        y_TO = product(x_TI, w_OI.t(), _side_by_side(biases, 0) if biases else None)
         return y_TO.view(*x.shape[:-1], w_OI.shape[0])
 
     @staticmethod
@@ -113,13 +169,13 @@ class _Linear(torch.autograd.Function):
         dx: Tensor | None = None
         if ctx.needs_input_grad[0]:
             w_OI = _side_by_side(weights, 1).t() if ctx.transposed else _side_by_side(weights, 0)
-            dx = torch.mm(dy_TO, w_OI).view(x.shape)
+            dx = product(dy_TO, w_OI).view(x.shape)
         dweights: Sequence[Tensor | None] = [None] * n
         if any(ctx.needs_input_grad[3 : 3 + n]):
             if ctx.transposed:
-                dweights = torch.mm(x_TI.t(), dy_TO).split(outs, 1)
+                dweights = product(x_TI.t(), dy_TO).split(outs, 1)
             else:
-                dweights = torch.mm(dy_TO.t(), x_TI).split(outs, 0)
+                dweights = product(dy_TO.t(), x_TI).split(outs, 0)
         dbiases: Sequence[Tensor | None] = [None] * (n if ctx.biased else 0)
         if any(ctx.needs_input_grad[3 + n :]):
             dbiases = dy_TO.sum(0).split(outs)
@@ -205,7 +261,7 @@ class _SwiGlu(torch.autograd.Function):
         x_TF = x.reshape(-1, x.shape[-1])
         width = x.shape[-1] // 2
         gate, up = x_TF.split(width, -1)
-        return functional.silu(gate).mul_(up).view(*x.shape[:-1], width)
+        return _silu(gate).mul_(up).view(*x.shape[:-1], width)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
@@ -213,10 +269,55 @@ class _SwiGlu(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         width = x.shape[-1] // 2
         x_TF, dy_TF = x.reshape(-1, 2 * width), dy.reshape(-1, width)
+        gate, up = x_TF.split(width, -1)
+        if _compiling():
+            dgate = torch.ops.aten.silu_backward(dy_TF * up, gate)
+            return torch.cat((dgate, functional.silu(gate) * dy_TF), -1).view(x.shape)
         dx_TF = torch.empty_like(x_TF)
-        (gate, up), (dgate, dup) = x_TF.split(width, -1), dx_TF.split(width, -1)
-        # dup holds d silu first, so that no temporary is needed.
+        dgate, dup = dx_TF.split(width, -1)
+        # dup holds d silu(gate) first, so that no temporary is needed.
         torch.mul(dy_TF, up, out=dup)
-        torch.ops.aten.silu_backward.grad_input(dup, gate, grad_input=dgate)
-        torch.mul(functional.silu(gate), dy_TF, out=dup)
+        elementwise(_silu_backward, dgate, dup, gate)
+        torch.mul(_silu(gate), dy_TF, out=dup)
         return dx_TF.view(x.shape)
+
+
+class _GeluTanh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        if _compiling():
+            return functional.gelu(x, approximate="tanh")
+        x_TF = x.reshape(-1, x.shape[-1])
+        return elementwise(_gelu, torch.empty_like(x_TF), x_TF).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        (dy,) = grad_outputs
+        (x,) = ctx.saved_tensors
+        if _compiling():
+            return torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
+        x_TF, dy_TF = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1])
+        return elementwise(_gelu_backward, torch.empty_like(x_TF), dy_TF, x_TF).view(x.shape)
+
+
+def _silu(x_TF: Tensor) -> Tensor:
+    if _compiling():
+        return functional.silu(x_TF)
+    return elementwise(torch.ops.aten.silu.out, x_TF.new_empty(x_TF.shape), x_TF)
+
+
+def _silu_backward(dy: Tensor, x: Tensor, *, out: Tensor) -> Tensor:
+    return torch.ops.aten.silu_backward.grad_input(dy, x, grad_input=out)
+
+
+def _gelu(x: Tensor, *, out: Tensor) -> Tensor:
+    return torch.ops.aten.gelu.out(x, approximate="tanh", out=out)
+
+
+def _gelu_backward(dy: Tensor, x: Tensor, *, out: Tensor) -> Tensor:
+    return torch.ops.aten.gelu_backward.grad_input(dy, x, approximate="tanh", grad_input=out)
+
+
+def _compiling() -> bool:
+    return torch.compiler.is_compiling()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sirara.model.ops import spans
+from sirara.model.ops import elementwise, spans
 from sirara.pure.shape import ModelShape
 
 
@@ -57,7 +57,11 @@ class Rotary:
         inner = torch.float64 if dtype == torch.float64 else torch.float32
         radians = self.frequencies.to(positions_BL.device, inner)
         angles = positions_BL.reshape(-1, 1).to(inner) * radians
-        cos, sin = angles.cos(), angles.sin()
+        if torch.compiler.is_compiling():
+            cos, sin = angles.cos(), angles.sin()
+        else:
+            cos = elementwise(torch.cos, torch.empty_like(angles), angles)
+            sin = elementwise(torch.sin, torch.empty_like(angles), angles)
         return (
             torch.cat((cos, cos), -1).unsqueeze(1).to(dtype),
             torch.cat((-sin, sin), -1).unsqueeze(1).to(dtype),
@@ -88,6 +92,9 @@ def rotate(x_BLNE: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 def _turn(x_TNE: Tensor, out_TNE: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, way: int) -> None:
     """Writes x turned forward (way 1) or back (way -1) into out."""
     half = x_TNE.shape[-1] // 2
+    if torch.compiler.is_compiling():
+        out_TNE.copy_(x_TNE * cos_T1E + way * torch.roll(x_TNE, half, -1) * sin_T1E)
+        return
     for low, high in spans(x_TNE.shape[0], x_TNE.shape[1] * x_TNE.shape[2], x_TNE.device):
         x, out, cos, sin = x_TNE[low:high], out_TNE[low:high], cos_T1E[low:high], sin_T1E[low:high]
         torch.mul(x, cos, out=out)

@@ -1,0 +1,99 @@
+import pytest
+import torch
+from torch.nn import functional
+
+from sirara.model import loss
+from sirara.model.loss import token_losses
+
+T, D, V = 50, 16, 37
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def leaves(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, w = (torch.randn(*s, dtype=torch.float64).to(dtype).requires_grad_() for s in ((T, D), (V, D)))
+    targets = torch.randint(0, V, (T,))
+    targets[::7] = -100
+    return x, w, targets
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 1000])
+def test_losses_and_gradients_equal_cross_entropys_for_any_chunk(chunk_rows, monkeypatch):
+    x, w, targets = leaves()
+    monkeypatch.setattr(loss, "LOGITS_BYTES", chunk_rows * V * 8)
+    objective, losses = token_losses(x, w, targets, 0.37)
+    theirs = functional.cross_entropy(x @ w.T, targets, reduction="none", ignore_index=-100)
+    torch.testing.assert_close(losses, theirs.detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(objective, 0.37 * theirs.sum(), rtol=0, atol=1e-12)
+    assert not losses.requires_grad and losses[0] == 0 and losses[7] == 0
+    ours, want = (
+        torch.autograd.grad(3.0 * objective, (x, w)),
+        torch.autograd.grad(3 * 0.37 * theirs.sum(), (x, w)),
+    )
+    for a, b in zip(ours, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_no_chunk_of_logits_exceeds_its_limit(monkeypatch):
+    x, w, targets = leaves()
+    monkeypatch.setattr(loss, "LOGITS_BYTES", 9 * V * 8)
+    rows = []
+    inner = loss._losses
+
+    def spy(logits: torch.Tensor, *rest: object) -> None:
+        rows.append(logits.shape[0])
+        inner(logits, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loss, "_losses", spy)
+    token_losses(x, w, targets, 1.0)
+    assert max(rows) <= 9 and sum(rows) == T
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("chunk_rows", [8, 1000])
+def test_low_dtypes_have_float32_losses_and_gradients_within_their_rounding(dtype, chunk_rows, monkeypatch):
+    x, w, targets = leaves(dtype)
+    monkeypatch.setattr(loss, "LOGITS_BYTES", chunk_rows * V * dtype.itemsize)
+    objective, losses = token_losses(x, w, targets, 1 / T)
+    assert losses.dtype == torch.float32
+    xd, wd = (t.detach().double().requires_grad_() for t in (x, w))
+    theirs = functional.cross_entropy(xd @ wd.T, targets, reduction="none", ignore_index=-100)
+    bound = 8 * torch.finfo(dtype).eps
+    assert (losses - theirs).abs().max() < bound * 4
+    for a, b in zip(
+        torch.autograd.grad(objective, (x, w)), torch.autograd.grad(theirs.sum() / T, (xd, wd)), strict=True
+    ):
+        assert a.dtype == dtype
+        assert (a.double() - b).abs().max() < bound * b.abs().max()
+
+
+def test_losses_of_hopeless_targets_are_exact_and_not_infinite():
+    """A probability below the smallest float must not make the loss infinite."""
+    x, w = torch.eye(2, dtype=torch.float32), torch.tensor([[0.0, 0.0], [200.0, 5000.0]])
+    _, losses = token_losses(x, w, torch.tensor([0, 0]), 1.0)
+    assert losses.tolist() == [200.0, 5000.0]
+
+
+def test_without_gradients_nothing_but_losses_is_made():
+    x, w, targets = leaves()
+    with torch.no_grad():
+        objective, losses = token_losses(x, w, targets, 1.0)
+    assert objective.grad_fn is None
+    torch.testing.assert_close(losses, token_losses(x, w, targets, 1.0)[1], rtol=0, atol=0)
+
+
+def test_a_batch_without_targets_has_no_loss_and_zero_gradients():
+    x, w, _ = leaves()
+    objective, losses = token_losses(x, w, torch.full((T,), -100), 1.0)
+    assert objective.item() == 0.0 and not losses.any()
+    assert not any(g.any() for g in torch.autograd.grad(objective, (x, w)))
+
+
+def test_a_target_beyond_the_vocabulary_is_an_error():
+    x, w, targets = leaves()
+    targets[3] = V
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        token_losses(x, w, targets, 1.0)
