@@ -230,6 +230,47 @@ def test_a_resume_without_one_of_its_items_is_noticed(
     assert broken["losses"] != [loss for _, loss, _ in expected["losses"][CUT:]]
 
 
+def poisoned(trainer: Trainer) -> Any:
+    """One step whose reduced gradient has a NaN."""
+    zero = trainer.stepper.stage.zero
+    reduce = zero.reduce
+
+    def reduce_and_spoil() -> Any:
+        shards = reduce()
+        shards[0][0] = float("nan")
+        return shards
+
+    zero.reduce = reduce_and_spoil  # type: ignore[method-assign]
+    try:
+        return trainer.train_step()
+    finally:
+        zero.reduce = reduce  # type: ignore[method-assign]
+
+
+def test_a_skipped_step_takes_samples_and_no_rate_and_a_resume_knows_it(store: Path, tmp_path: Path) -> None:
+    given = settings(tmp_path, store)
+    begin(tmp_path)
+    trainer = open_trainer(given, 1, 0)
+    trainer.start()
+    trainer.train_step()
+    before, rate, pool = str(trainer.digest()), trainer.lr, trainer.stepper.stage.zero.pool
+    assert poisoned(trainer).skipped
+    counters = trainer.state.counters
+    assert (counters.step, counters.updates, counters.skipped, counters.samples) == (2, 1, 1, 48)
+    assert (str(trainer.digest()), trainer.lr) == (before, rate)
+    assert sum(t.nbytes for buffers in pool.free.values() for t in buffers) == pool.bytes_made
+    trainer.save()
+    expected = [trainer.train_step().loss for _ in range(2)]
+    digest = str(trainer.digest())
+    trainer.batches.close()
+
+    again = open_trainer(given, 1, 1)
+    assert (again.resume().step, again.lr, again.state.counters.updates) == (2, rate, 1)
+    assert [again.train_step().loss for _ in range(2)] == expected
+    assert str(again.digest()) == digest
+    again.batches.close()
+
+
 def save_twice(given: dict[str, Any]) -> None:
     trainer = open_trainer(given, 1, 0)
     try:
