@@ -30,6 +30,15 @@ def test_starter_with_a_preset_loads_and_has_its_sizes(tmp_path, preset):
     assert (shape.family, shape.layers, shape.vocab) == (PRESETS[preset].family, PRESETS[preset].layers, 100)
 
 
+def test_next_commands_work_from_where_they_are_typed(tmp_path, monkeypatch):
+    # data/tokens is looked for beside the file; built elsewhere, the run would not find it.
+    monkeypatch.chdir(tmp_path)
+    output = CliRunner().invoke(cli, ["init", "my run"]).output
+    assert "cd 'my run' && sirara doctor" in output
+    assert output.endswith("sirara run sirara.yaml\n")
+    assert "cd " not in CliRunner().invoke(cli, ["init"]).output
+
+
 def test_existing_file_is_left_alone(tmp_path):
     (tmp_path / "sirara.yaml").write_text("mine")
     result = CliRunner().invoke(cli, ["init", str(tmp_path)])

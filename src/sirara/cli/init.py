@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import shlex
 from pathlib import Path
 
 import click
@@ -81,9 +82,11 @@ def init(folder: str, preset: str | None, name: str | None) -> None:
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}") from error
     click.echo(f"wrote {path}")
-    click.echo("next:  sirara doctor")
+    # The file's paths are seen from its own folder.
+    into = "" if path.parent == Path() else f"cd {shlex.quote(str(path.parent))} && "
+    click.echo(f"next:  {into}sirara doctor")
     click.echo("       sirara data build data/tokens --input TEXT... --train-bpe 4096")
-    click.echo(f"       sirara run {path}")
+    click.echo("       sirara run sirara.yaml")
 
 
 def starter(*, name: str, preset: str | None = None) -> str:
