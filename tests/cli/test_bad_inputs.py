@@ -165,6 +165,13 @@ def test_missing_file(work):
     refused(["run", "rum.yaml"], code=2, said=("there is no file rum.yaml", "sirara init"))
 
 
+def test_missing_hugging_face_folder(work):
+    refused(["import", "nowhere", "out"], code=2, said=("nowhere is no Hugging Face folder", "config.json"))
+    # With every size given the folder is needed for the weights alone.
+    refused(["run", "run.yaml", "model.from=nowhere"], code=2, said=("nowhere is no Hugging Face folder",))
+    assert not (work / "runs").exists()
+
+
 def test_file_that_is_no_text(work):
     (work / "run.yaml").write_bytes(b"name: \xff\xfe")
     refused(["run", "run.yaml"], code=2, said=("run.yaml is not UTF-8", "0xff", "offset 6"))

@@ -6,6 +6,7 @@ import click
 
 from sirara.checkpoint.import_hf import import_folder
 from sirara.cli.options import json_option, say_json
+from sirara.errors import ConfigError
 
 
 @click.command("import")
@@ -19,6 +20,8 @@ def import_(source: Path, out: Path, dry_run: bool, as_json: bool) -> None:
     Only safetensors are read; pickled weights (.bin, .pt) are refused. OUT is verified, and loads with
     from_pretrained as SRC does; `model.from: OUT` starts a run from it.
     """
+    if not (source / "config.json").is_file():
+        raise ConfigError(f"{source} is no Hugging Face folder: there is no config.json", code="SR101")
     done = import_folder(source, out, dry_run=dry_run)
     if as_json:
         counts = {"tensors": done.tensors, "bytes": done.total_bytes, "dtype": done.dtype}

@@ -14,9 +14,10 @@ from sirara.pure.families import ModelShape
 FIXED = ("model.preset", "model.from", "seed", "data.seq_len", "train.optimizer.name")
 
 
-def preflight(config: RunConfig) -> ModelShape:
+def preflight(config: RunConfig, *, starts: bool) -> ModelShape:
     """The sizes of the model, after everything that a run reads has been opened once.
 
+    Args:    starts: at step 0, with the weights of `model.from`; a run that goes on has its own.
     Raises:  ConfigError, DataError or StorageError for what would fail in every worker.
     """
     _, vocab = tokenizer_of(config.data)
@@ -29,6 +30,11 @@ def preflight(config: RunConfig) -> ModelShape:
             raise DataError(
                 f"{store.path} has {store.tokens} tokens; there is nothing to predict", code="SR306"
             )
+    folder = config.model.from_
+    if starts and folder is not None and not (Path(folder) / "config.json").is_file():
+        raise ConfigError(
+            f"model.from={folder} is no Hugging Face folder: there is no config.json", code="SR101"
+        )
     _check_writable(Path(config.run_dir))
     return shape
 

@@ -125,7 +125,7 @@ class _Job:
 
 
 def _go(job: _Job, *, dry_run: bool) -> None:
-    preflight(job.loaded.config)
+    preflight(job.loaded.config, starts=job.run is None or not job.run.committed_steps())
     launcher = detect(os.environ)
     if dry_run:
         _say_plan(job, launcher)
