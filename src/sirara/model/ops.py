@@ -261,7 +261,8 @@ class _SwiGlu(torch.autograd.Function):
         x_TF = x.reshape(-1, x.shape[-1])
         width = x.shape[-1] // 2
         gate, up = x_TF.split(width, -1)
-        return _silu(gate).mul_(up).view(*x.shape[:-1], width)
+        y_TF = functional.silu(gate) if _compiling() else elementwise(_silu, x.new_empty(up.shape), gate)
+        return y_TF.mul_(up).view(*x.shape[:-1], width)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
@@ -278,7 +279,7 @@ class _SwiGlu(torch.autograd.Function):
         # dup holds d silu(gate) first, so that no temporary is needed.
         torch.mul(dy_TF, up, out=dup)
         elementwise(_silu_backward, dgate, dup, gate)
-        torch.mul(_silu(gate), dy_TF, out=dup)
+        elementwise(_silu, dup, gate).mul_(dy_TF)
         return dx_TF.view(x.shape)
 
 
@@ -301,10 +302,8 @@ class _GeluTanh(torch.autograd.Function):
         return elementwise(_gelu_backward, torch.empty_like(x_TF), dy_TF, x_TF).view(x.shape)
 
 
-def _silu(x_TF: Tensor) -> Tensor:
-    if _compiling():
-        return functional.silu(x_TF)
-    return elementwise(torch.ops.aten.silu.out, x_TF.new_empty(x_TF.shape), x_TF)
+def _silu(x: Tensor, *, out: Tensor) -> Tensor:
+    return torch.ops.aten.silu.out(x, out=out)
 
 
 def _silu_backward(dy: Tensor, x: Tensor, *, out: Tensor) -> Tensor:
