@@ -100,7 +100,7 @@ def test_verify_names_what_is_bad_with_exit_65(run):
         (["ckpt", "show", "STEP", "--step", "8"], 2, "is one step's folder already"),
         (["export", "RUN", "RUN"], 2, "exists already"),
         (["export", "RUN", "x", "--dtype", "int4"], 2, "'int4' is not one of"),
-        (["import", "nothing-here", "x"], 65, "has no config.json"),
+        (["import", "nothing-here", "x"], 2, "there is no config.json"),
     ],
 )
 def test_wrong_arguments_are_answered_with_one_clear_line(run, args, code, message):
@@ -132,3 +132,12 @@ def test_import_then_verify_then_export_gives_the_same_weights(tmp_path):
     wide = sirara("export", tmp_path / "step", tmp_path / "wide", "--dtype", "float32")
     assert wide.exit_code == 0 and "float32" in wide.stdout
     assert HfReader(tmp_path / "wide").dtype("model.norm.weight") == torch.float32
+
+
+def test_sample_refuses_a_damaged_step_like_every_other_reader(run):
+    step = run / "checkpoints" / step_name(10)
+    (step / "tokenizer.json").write_text("{}")
+    flip_bit(step / "model.safetensors", -1)
+    result = sirara("sample", step)
+    assert result.exit_code == 65
+    assert "model.safetensors" in result.stderr

@@ -6,6 +6,8 @@ import click
 
 from sirara.checkpoint.find import find
 from sirara.checkpoint.hf_model import load_decoder
+from sirara.checkpoint.reader import MANIFEST, Snapshot
+from sirara.checkpoint.scrub import scrub_pieces
 from sirara.cli.options import json_option, say_json
 from sirara.data.tokenizer import TextTokenizer
 from sirara.errors import ConfigError
@@ -45,6 +47,9 @@ def sample(
         raise ConfigError(
             f"{folder} has no tokenizer.json: text cannot become tokens", try_=["copy it there"]
         )
+    if (folder / MANIFEST).is_file():
+        for fault in scrub_pieces(Snapshot(folder)):
+            raise fault.error()
     model = load_decoder(folder)
     tokenizer = TextTokenizer.load(folder / "tokenizer.json")
     choice = Choice(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)

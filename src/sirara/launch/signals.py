@@ -102,7 +102,12 @@ class Requests:
         Afterwards the wishes are ignored: the work is done, and a late signal must not turn its exit code
         into a death.
         """
-        caught = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        # `nohup` ignores SIGHUP on purpose; a shell without job control ignores SIGINT for whatever it starts with &.
+        caught = [
+            number
+            for number in STOP_SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+        ]
         for number in caught:
             signal.signal(number, self._on_stop)
         signal.signal(SAVE_SIGNAL, self._on_save)

@@ -117,7 +117,7 @@ class _Asked:
     def installed(self) -> Iterator["_Asked"]:
         before: dict[int, Any] = {}
         for number in STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 before[int(number)] = signal.signal(number, self._on_signal)
         try:
             yield self

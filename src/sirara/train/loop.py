@@ -79,7 +79,11 @@ def _run(
         last = trainer.step == config.train.steps
         if result.skipped:
             journal.skipped(result)
-        evals = trainer.evaluate(alive=alive) if last or _due(trainer.step, config.train.eval_every) else {}
+        evals: dict[str, float] = {}
+        # A stop comes before an evaluation, which may take longer than the patience of whoever asked.
+        if last or (_due(trainer.step, config.train.eval_every) and result.request != STOP):
+            journal.evaluates()
+            evals = trainer.evaluate(alive=alive)
         # Before the save: a kill right after its commit must not leave a step without a record.
         journal.step(result, evals)
         if last or result.request or _due(trainer.step, config.checkpoint.every):
@@ -157,6 +161,11 @@ class _Journal:
                 result.bad_parameter,
                 self.trainer.state.counters.skipped,
             )
+
+    def evaluates(self) -> None:
+        batches = sum(len(one) for one in self.trainer.eval_sets.values())
+        if self.speaks and batches:
+            _log.info("step %d: evaluating %d batches", self.trainer.step, batches)
 
     def save_failed(self, error: StorageError, failures: int) -> None:
         self.event("save_failed", step=self.trainer.step, error=str(error), in_a_row=failures)

@@ -83,7 +83,8 @@ class Trainer:
         self._build()
         self.manager = CheckpointManager(
             run.checkpoints,
-            run=run.id,
+            # Not the folder's name: a folder may be renamed, or copied.
+            run=str(run.record().get("run", run.id)),
             rank=self.world.rank,
             world=self.world.size,
             node=self.world.node,

@@ -30,7 +30,7 @@ def test_the_loop_uses_only_what_the_trainer_offers_to_everybody() -> None:
         )
     }
     documented = {name for name in dir(Trainer) if not name.startswith("_")}
-    documented |= {"state", "world", "device", "grade", "timings", "loss", "shape"}
+    documented |= {"state", "world", "device", "grade", "timings", "loss", "shape", "eval_sets"}
     assert len(used) > 8 and used <= documented
 
 
