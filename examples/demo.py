@@ -135,7 +135,7 @@ def train_and_kill() -> tuple[str, int]:
         time.sleep(0.05)
         new = [p for p in (OUT / "runs").iterdir() if p.name not in before and (p / "metrics.jsonl").exists()]
         step = max((done(p) for p in new), default=0)
-        if step >= 50:
+        if step >= 65:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             return new[0].name, done(new[0])
