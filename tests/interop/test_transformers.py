@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sirara.checkpoint.hf_model import load_decoder, save_decoder
+from sirara.checkpoint.hf_model import load_decoder, named_parameters, save_decoder
 from sirara.model.decoder import Decoder
 from sirara.pure.families import ModelShape, RopeScaling, unit_specs
 
@@ -108,3 +108,56 @@ def test_we_load_the_folder_of_transformers_and_give_its_logits(case, tmp_path):
     ids = tokens(decoder.shape)
     with torch.no_grad():
         close(decoder(ids), theirs(ids).logits)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_units_give_the_gradients_of_transformers(case, tmp_path):
+    decoder = random_decoder(shape_of(case))
+    save_decoder(decoder, tmp_path)
+    theirs = from_pretrained(tmp_path)
+    ids = tokens(decoder.shape)
+    labels = ids.roll(-1, 1)
+    labels[:, -1] = -100
+    loss = torch.nn.functional.cross_entropy(theirs(ids).logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    want = {name: p.grad for name, p in theirs.named_parameters()}
+
+    embed, *blocks, head = decoder.units()
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    x = embed(ids, positions, None)
+    for block in blocks:
+        x = block(x, positions, None, None)
+    objective, losses = head(x, labels, 1 / (labels != -100).sum().item())
+    objective.backward()
+    torch.testing.assert_close(losses.sum() / (labels != -100).sum(), loss.detach(), rtol=1e-6, atol=0)
+    got = {name: p.grad for name, p in named_parameters(decoder)}
+    if decoder.shape.tie_embeddings:
+        # Two leaves on one storage: their gradients add up.
+        got[next(iter(got))] += head.get_parameter("proj.weight").grad
+    assert got.keys() == want.keys()
+    for name, grad in got.items():
+        assert (grad - want[name]).abs().max() <= 2e-5 * want[name].abs().max(), name
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "llama tied, grouped, llama3 rope"])
+def test_a_folder_of_the_base_model_alone_is_understood(family, tmp_path):
+    """gpt2 and bloom on the hub were saved from the model without its head: their names have no prefix."""
+    decoder = random_decoder(shape_of(family))
+    save_decoder(decoder, tmp_path / "ours")
+    theirs = from_pretrained(tmp_path / "ours")
+    theirs.base_model.save_pretrained(tmp_path / "base")
+    ids = tokens(decoder.shape)
+    with torch.no_grad():
+        assert torch.equal(load_decoder(tmp_path / "base")(ids), decoder(ids))
+
+
+def test_a_bfloat16_folder_is_loaded_as_bfloat16_with_equal_bits(tmp_path):
+    decoder = random_decoder(shape_of("qwen3")).bfloat16()
+    save_decoder(decoder, tmp_path)
+    theirs = dict(
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").named_parameters()
+    )
+    again = dict(named_parameters(load_decoder(tmp_path)))
+    for name, p in named_parameters(decoder):
+        assert p.dtype == theirs[name].dtype == again[name].dtype == torch.bfloat16
+        assert torch.equal(p, theirs[name]) and torch.equal(p, again[name])
