@@ -1,6 +1,6 @@
 """Token losses of an output projection, without the logits of the whole batch ever existing.
 
-    tokens    | chunk 0 | chunk 1 | ...      logits of one chunk: at most LOGITS_BYTES
+    tokens    | chunk 0 | chunk 1 | ...      logits of one chunk: LOGITS_BYTES or CHUNK_TOKENS
     logits -> losses, d logits (in their place) -> dx of the chunk, dW added up
 
 Gradients are made in forward, when the logits are there, and handed out in backward.
@@ -16,6 +16,8 @@ from torch import Tensor
 from sirara.model.ops import product, spans, wide
 
 LOGITS_BYTES = 24 << 20
+# Every chunk passes over dW, which is larger than the logits of a few tokens when the vocabulary is large.
+CHUNK_TOKENS = 256
 NO_TARGET = -100
 
 
@@ -36,8 +38,8 @@ class _TokenLosses(torch.autograd.Function):
         tokens, vocab = x_TD.shape[0], weight_VD.shape[0]
         losses_T = torch.empty(tokens, dtype=wide(x_TD.dtype), device=x_TD.device)
         dx_TD = torch.empty_like(x_TD) if grad else None
-        chunks = -(-tokens * vocab * x_TD.element_size() // LOGITS_BYTES)
-        chunk = -(-tokens // max(1, chunks))
+        most = max(CHUNK_TOKENS, LOGITS_BYTES // (vocab * x_TD.element_size()))
+        chunk = -(-tokens // -(-tokens // most))
         # One rounding per gradient: several chunks of a low dtype are added up in fp32.
         sums = x_TD.dtype if chunk >= tokens else wide(x_TD.dtype)
         dw_VD: Tensor | None = None

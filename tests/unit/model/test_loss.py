@@ -9,8 +9,9 @@ T, D, V = 50, 16, 37
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def seed(monkeypatch) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(loss, "CHUNK_TOKENS", 1)
 
 
 def leaves(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -37,9 +38,11 @@ def test_losses_and_gradients_equal_cross_entropys_for_any_chunk(chunk_rows, mon
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_no_chunk_of_logits_exceeds_its_limit(monkeypatch):
+@pytest.mark.parametrize(("limit_rows", "least_rows"), [(9, 1), (1, 9)])
+def test_no_chunk_of_logits_exceeds_its_limit(limit_rows, least_rows, monkeypatch):
     x, w, targets = leaves()
-    monkeypatch.setattr(loss, "LOGITS_BYTES", 9 * V * 8)
+    monkeypatch.setattr(loss, "LOGITS_BYTES", limit_rows * V * 8)
+    monkeypatch.setattr(loss, "CHUNK_TOKENS", least_rows)
     rows = []
     inner = loss._losses
 
@@ -49,7 +52,7 @@ def test_no_chunk_of_logits_exceeds_its_limit(monkeypatch):
 
     monkeypatch.setattr(loss, "_losses", spy)
     token_losses(x, w, targets, 1.0)
-    assert max(rows) <= 9 and sum(rows) == T
+    assert max(rows) <= 9 and sum(rows) == T and len(rows) == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
