@@ -3,7 +3,6 @@
 import os
 import resource
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -40,13 +39,9 @@ class Device:
 def open_device(*, local_rank: int, exact: bool) -> Device:
     """The device of this rank: its own GPU when CUDA is there, else the CPU.
 
-    Args:  exact: turn on torch's deterministic algorithms on CUDA, and on the CPU MKL's reproducible mode.
+    Args:  exact: turn on torch's deterministic algorithms on CUDA; the CPU's are deterministic as they are.
     """
     if os.environ.get("SIRARA_DEVICE", "") == "cpu" or not torch.cuda.is_available():
-        mode = reproducible_mkl(Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "")
-        if exact and mode:
-            # MKL reads it at its first call; products of this process that came before keep their own way.
-            os.environ.setdefault("MKL_CBWR", mode)
         return Device(torch_device=torch.device("cpu"))
     count = torch.cuda.device_count()
     if local_rank >= count:
@@ -60,18 +55,3 @@ def open_device(*, local_rank: int, exact: bool) -> Device:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     return Device(torch_device=torch.device("cuda", local_rank))
-
-
-def reproducible_mkl(cpuinfo: str) -> str:
-    """The value of MKL_CBWR with which fp32 products have equal bits for any number of threads; "" where none is known.
-
-    MKL splits long sums over threads otherwise: a [1024, 4096] by [4096, 512] product differs between 1 and 2.
-    The strict mode exists on Intel's processors alone; each is given its widest instructions that have one.
-    """
-    flags = set(cpuinfo.partition("flags")[2].partition("\n")[0].split())
-    if "GenuineIntel" not in cpuinfo:
-        return ""
-    for flag, mode in (("avx512_vnni", "AVX512_E1"), ("avx512f", "AVX512"), ("avx2", "AVX2")):
-        if flag in flags:
-            return f"{mode},STRICT"
-    return ""

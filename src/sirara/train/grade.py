@@ -4,7 +4,6 @@ exact   equal bits of loss, norm and digest: only dp, pp, ZeRO stage, schedule, 
 close   something that enters the arithmetic changed; every such thing is listed with both values
 """
 
-import os
 import platform
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +49,6 @@ def arithmetic(config: RunConfig, *, device: str, threads: int, layout: dict[str
         del flat["train.steps"]
     flat |= {
         "launch.threads": threads,
-        "MKL_CBWR": os.environ.get("MKL_CBWR", ""),
         "device": device,
         "versions.torch": torch.__version__,
         "versions.numpy": np.__version__,
