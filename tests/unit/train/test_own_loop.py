@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -49,3 +50,17 @@ def test_the_example_of_an_own_loop_stops_and_goes_on(tmp_path: Path) -> None:
     again = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
     assert "from step 0" in first and "from step 10, exact" in again
     assert first.splitlines()[-1] == again.splitlines()[-1]
+
+
+def test_dropout_keys_differ_by_step_and_microbatch_and_are_absent_without_dropout() -> None:
+    def keys(step: int, dropout: float) -> dict | None:
+        model = SimpleNamespace(dropout=dropout, attention_dropout=0.0)
+        config = SimpleNamespace(seed=7, model=model)
+        trainer = SimpleNamespace(config=config, state=SimpleNamespace(counters=SimpleNamespace(step=step)))
+        return Trainer._keys(trainer, [0, 3])  # type: ignore[arg-type]
+
+    first, second = keys(1, 0.1), keys(2, 0.1)
+    assert first is not None and second is not None and list(first) == [0, 3]
+    streams = {key.stream(0, "mlp") for made in (first, second) for key in made.values()}
+    assert len(streams) == 4
+    assert keys(1, 0.0) is None
