@@ -30,11 +30,6 @@ class Device:
             return torch.cuda.max_memory_allocated(self.torch_device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def synchronize(self) -> None:
-        """Waits until all queued work of the device is done."""
-        if self.kind == "cuda":
-            torch.cuda.synchronize(self.torch_device)
-
 
 def open_device(*, local_rank: int, exact: bool) -> Device:
     """The device of this rank: its own GPU when CUDA is there, else the CPU.

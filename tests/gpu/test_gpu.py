@@ -1,4 +1,4 @@
-"""The first things to try on a GPU: the step, its bits after a resume, the digest on the device, NCCL between two."""
+"""The first things to try on a GPU: the step, its bits after a resume, the digest on the device."""
 
 from pathlib import Path
 from typing import Any
