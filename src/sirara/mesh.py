@@ -1,6 +1,6 @@
 """rank <-> (pp, dp, cp, tp): where a rank stands, axes outermost first, so that tp neighbours share a node."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sirara.errors import LayoutError
 
@@ -40,6 +40,16 @@ class Mesh:
             stride *= getattr(self, name)
         first = self.rank - self.coordinate(axis) * stride
         return [first + i * stride for i in range(getattr(self, axis))]
+
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """All sets of ranks that differ on `axis` alone, in order of their first rank; every rank is in one."""
+        firsts = (self.at(rank) for rank in range(self.world))
+        return [mesh.peers(axis) for mesh in firsts if mesh.coordinate(axis) == 0]
+
+    def at(self, rank: int) -> "Mesh":
+        """The same mesh as another rank sees it."""
+        return replace(self, rank=rank)
 
 
 def build_mesh(

@@ -1,6 +1,7 @@
 """Which process this is, and joining and leaving the others."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -74,7 +75,31 @@ def world_comm(world: World, *, timeout_s: float, direct: bool = True) -> Comm:
     Args:  direct: let ranks of one machine read each other's memory where the system allows it (comm/direct.py).
     """
     group = dist.group.WORLD if dist.is_initialized() else None
-    comm = Comm(range(world.size), world.rank, group=group, timeout_s=timeout_s)
-    if direct and world.size > 1 and dist.get_backend() == "gloo":
+    return _linked(Comm(range(world.size), world.rank, group=group, timeout_s=timeout_s), direct)
+
+
+def axis_comm(
+    world: World, groups: Sequence[Sequence[int]], *, timeout_s: float, direct: bool = True
+) -> Comm:
+    """The one of `groups` that holds this rank.  Collective: every rank calls it with the same groups, all of them.
+
+    groups: disjoint, together all ranks.
+    """
+    mine = None
+    for ranks in groups:
+        group = None
+        if len(ranks) == world.size and dist.is_initialized():
+            group = dist.group.WORLD
+        elif len(ranks) > 1:
+            group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+        if world.rank in ranks:
+            mine = Comm(ranks, world.rank, group=group, timeout_s=timeout_s)
+    if mine is None:
+        raise CommError(f"rank {world.rank} is in none of the groups {[list(r) for r in groups]}")
+    return _linked(mine, direct)
+
+
+def _linked(comm: Comm, direct: bool) -> Comm:
+    if direct and comm.size > 1 and dist.get_backend() == "gloo":
         comm.link = open_direct_link(comm)
     return comm

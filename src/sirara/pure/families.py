@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from sirara.pure.placement import REPLICATE, Placement, Shard
+from sirara.pure.placement import REPLICATE, Placement, Replicate, Shard
 from sirara.pure.presets import PRESETS
 from sirara.pure.rng import normal_slice
 from sirara.pure.shape import FAMILIES, Family, ModelShape, RopeScaling
@@ -48,6 +48,7 @@ class TensorSpec:
     """One logical tensor. `local` is its attribute path inside its unit's module.
 
     A second use of another tensor (an output projection tied to the embedding) names the owner in `tied_to`.
+    dtype: of its weights ("F32", "BF16", ...) where it is not the model's.
     """
 
     name: str
@@ -57,6 +58,8 @@ class TensorSpec:
     decay: bool
     init: Init
     tied_to: str | None = None
+    trainable: bool = True
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +133,7 @@ def _block_tensors(shape: ModelShape, i: int) -> Iterator[TensorSpec]:
     if traits.qk_norm:
         for name in ("q_norm", "k_norm"):
             ones = Init(kind="ones")
-            yield _tensor(shape, f"block.attn.{name}", "weight", (shape.head_dim,), REPLICATE, ones, i)
+            yield _tensor(shape, f"block.attn.{name}", "weight", (shape.head_dim,), Replicate(over="heads"), ones, i)
     yield from _row(shape, "block.attn.o_proj", q, hidden, shape.o_bias, i)
 
     yield from _norm(shape, "block.norm2", i)

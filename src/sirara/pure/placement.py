@@ -1,6 +1,7 @@
 """Where a tensor lies on the tensor-parallel axis, as data.
 
-    Replicate()                      every rank holds all of it
+    Replicate()                      every rank holds all of it and applies it to the tokens that it sees
+    Replicate(over="heads")          every rank holds all of it and applies it to its own heads
     Shard(dim=0)                     one contiguous part of dim 0 per rank
     Shard(dim=0, parts=kv_heads)     `parts` indivisible parts: with more ranks than parts, degree / parts
                                      neighbours hold the same one
@@ -11,13 +12,17 @@ Gradient reduction, norms, checkpoint boxes and replica checks are derived from 
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from sirara.errors import LayoutError
+from sirara.pure.layout import Box, whole
 
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """A full copy on every rank."""
+    """A full copy on every rank, applied to all tokens (or its share of them) or to the rank's own heads."""
+
+    over: Literal["tokens", "heads"] = "tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +53,31 @@ def held_ranges(
     section = shape[placement.dim] // placement.packs
     start, stop = _held_parts(placement.parts, section, degree, rank)
     return tuple((pack * section + start, pack * section + stop) for pack in range(placement.packs))
+
+
+def held_boxes(
+    placement: Placement, shape: tuple[int, ...], *, degree: int, rank: int
+) -> tuple[Box, ...]:
+    """What `rank` of `degree` holds, one box per pack; an empty box where nothing is left for it."""
+    if isinstance(placement, Replicate) or degree == 1:
+        return (whole(shape),)
+    boxes = []
+    for start, stop in held_ranges(placement, shape, degree=degree, rank=rank):
+        offset, size = [0] * len(shape), list(shape)
+        offset[placement.dim], size[placement.dim] = start, stop - start
+        boxes.append(Box(tuple(offset), tuple(size)))
+    return tuple(boxes)
+
+
+def is_partial(placement: Placement, *, degree: int, sequence: bool) -> bool:
+    """Whether a rank's gradient is one term of a sum over the ranks that hold the same elements.
+
+    Copies of key-value heads see the queries of their own rank, a norm inside heads its own heads, and with
+    sequence parallelism everything else that is replicated sees its own tokens.
+    """
+    if holders(placement, degree=degree) == 1:
+        return False
+    return isinstance(placement, Shard) or placement.over == "heads" or sequence
 
 
 def holders(placement: Placement, *, degree: int) -> int:
