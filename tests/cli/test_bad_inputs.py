@@ -137,8 +137,14 @@ OVERRIDE_CASES = {
     "warm-up longer than the run": ("train.lr_schedule.warmup_steps=9", ("warmup_steps=9", "train.steps=2")),
     "mesh larger than the processes": ("mesh.dp=2", ("mesh.dp=2 does not fit launch.nproc=1",)),
     "block that is no power of two": ("mesh.block=6", ("mesh.block=6 is not a power of two",)),
-    "tensor parallelism": ("mesh.tp=2", ("mesh.tp=2 does not run yet", "works now: 1")),
-    "ZeRO 3": ("mesh.zero=3", ("mesh.zero=3 does not run yet", "works now: 0")),
+    "context parallelism": ("mesh.cp=2", ("mesh.cp=2 does not run yet", "works now: 1")),
+    "mesh that does not fill the processes": ("mesh.tp=2", ("mesh.tp=2", "launch.nproc=1", "launch.nproc=2")),
+    "layers that are not there": ("mesh.split=[7]", ("mesh.split=[7] holds 7 layers", "mesh.split=[1]")),
+    "stages that the schedule has not": ("mesh.virtual_stages=2", ("mesh.schedule=1f1b", "interleaved")),
+    "tokens shared by one": ("mesh.sequence_parallel=true", ("mesh.sequence_parallel=true", "mesh.tp=2")),
+    "gathers without ZeRO 3": ("mesh.gather=step", ("mesh.gather=step has no meaning", "mesh.zero=3")),
+    "frozen tensor that is not there": ("train.freeze=[wte]", ("wte matches no tensor",)),
+    "momentum of AdamW": ("train.optimizer.momentum=0.9", ("momentum=0.9 has no meaning for adamw", "muon")),
     "fp8": ("train.precision=fp8", ("train.precision=fp8 does not run yet", "bf16")),
     "unit": ("launch.stop_grace=10parsec", ("launch.stop_grace", "'parsec'")),
     "rate that is not a number": ("train.optimizer.lr=.nan", ("train.optimizer.lr", "finite")),
@@ -158,6 +164,19 @@ OVERRIDE_CASES = {
 def test_override_that_is_wrong(work, case):
     override, said = OVERRIDE_CASES[case]
     refused(["run", "run.yaml", override], code=2, said=said)
+    assert not (work / "runs").exists()
+
+
+MESH_CASES = {
+    "heads that tp does not divide": ("mesh.tp=3", ("mesh.tp=3 does not divide", "mesh.tp=2")),
+    "more stages than units": ("mesh.pp=9", ("mesh.pp=9 is more", "mesh.pp=3")),
+}
+
+
+@pytest.mark.parametrize("case", MESH_CASES)
+def test_mesh_that_the_model_does_not_fit(work, case):
+    override, said = MESH_CASES[case]
+    refused(["run", "run.yaml", "launch.nproc=auto", override], code=2, said=said)
     assert not (work / "runs").exists()
 
 

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from sirara.config.check import SIZES, value_of
+from sirara.config.check import SIZES, check_layout, value_of
 from sirara.config.load import model_shape
 from sirara.config.schema import RunConfig
 from sirara.data.sources import check_vocab, open_sources, tokenizer_of
@@ -11,7 +11,7 @@ from sirara.data.store import TokenStore
 from sirara.errors import ConfigError, DataError, StorageError
 from sirara.pure.families import ModelShape
 
-FIXED = ("model.preset", "model.from", "seed", "data.seq_len", "train.optimizer.name")
+FIXED = ("model.preset", "model.from", "seed", "data.seq_len", "train.optimizer.name", "train.freeze")
 
 
 def preflight(config: RunConfig, *, starts: bool) -> ModelShape:
@@ -22,6 +22,7 @@ def preflight(config: RunConfig, *, starts: bool) -> ModelShape:
     """
     _, vocab = tokenizer_of(config.data)
     shape = model_shape(config, vocab)
+    check_layout(config, shape)
     open_sources(config.data, vocab=shape.vocab)
     for source in config.data.eval:
         store = TokenStore.open(source.path)

@@ -1,12 +1,17 @@
 """What must hold between values of a configuration, and what this version does not run yet.
 
-Both raise a ConfigError whose `where` is the dotted key at fault; `config.load` adds the file and line.
+Each raises a ConfigError whose `where` is the dotted key at fault; `config.load` adds the file and line.
+`runs_now` and `values_fit` need the configuration alone, `check_layout` the sizes of the model as well.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from sirara.errors import ConfigError, LayoutError
+from sirara.pure.families import ModelShape, UnitSpec, unit_specs
 
 if TYPE_CHECKING:
     from sirara.config.schema import RunConfig
@@ -14,19 +19,8 @@ if TYPE_CHECKING:
 # key, the values that run, what works now
 _RUNS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("train.precision", lambda v: v in ("fp64", "fp32", "bf16"), "fp64, fp32 and bf16"),
-    ("train.recompute", lambda v: v == "none", "none"),
-    ("mesh.pp", lambda v: v == 1, "1; mesh.dp and mesh.zero=1 split a run"),
     ("mesh.cp", lambda v: v == 1, "1"),
-    (
-        "mesh.tp",
-        lambda v: v == 1,
-        "1; mesh.dp and mesh.zero=1 split a run",
-    ),
     ("mesh.ep", lambda v: v == 1, "1"),
-    ("mesh.zero", lambda v: v in (0, 1), "0 (everything on each rank) and 1 (optimizer state split over dp)"),
-    ("mesh.schedule", lambda v: v == "1f1b", "1f1b, on one stage"),
-    ("mesh.virtual_stages", lambda v: v == 1, "1"),
-    ("mesh.split", lambda v: v == "auto", "auto"),
     ("offload.optimizer", lambda v: v == "none", "none"),
     ("offload.params", lambda v: v == "none", "none"),
     ("offload.activations", lambda v: v == "none", "none"),
@@ -57,8 +51,48 @@ def values_fit(config: "RunConfig") -> None:
 
     Raises:  ConfigError or LayoutError naming the keys, the numbers and values that would fit.
     """
-    for test in (_batch, _schedule, _optimizer, _mesh, _model_source, _names):
+    for test in (_batch, _lr_schedule, _optimizer, _mesh, _pipeline, _sharding, _model_source, _names):
         test(config)
+
+
+def check_layout(config: "RunConfig", shape: ModelShape) -> None:
+    """Checks between the mesh, the kind of training and the sizes of the model.
+
+    Raises:  LayoutError or ConfigError naming the keys, the numbers and valid alternatives.
+    """
+    for test in (_tensor_parallel, _stages, _split, _recompute):
+        test(config, shape)
+    if config.train.freeze:
+        frozen_names(config.train.freeze, unit_specs(shape))
+
+
+def frozen_names(globs: Sequence[str], units: Sequence[UnitSpec]) -> frozenset[str]:
+    """Names of the logical tensors that `train.freeze` takes out of training.
+
+    Raises:  ConfigError for a glob that matches no tensor, or when nothing is left to train.
+    """
+    tensors = [t for unit in units for t in unit.tensors]
+    names = [t.name for t in tensors if t.tied_to is None]
+    aliases = {t.name: t.tied_to for t in tensors if t.tied_to is not None}
+    frozen: set[str] = set()
+    for glob in globs:
+        found = [name for name in names if fnmatchcase(name, glob)]
+        if not found:
+            owners = [owner for alias, owner in aliases.items() if fnmatchcase(alias, glob)]
+            raise ConfigError(
+                f"train.freeze: {glob} matches no tensor of the model",
+                where="train.freeze",
+                why=f"that tensor is {owners[0]}, tied" if owners else f"tensors are called {names[0]} ...",
+                try_=owners[:1] or get_close_matches(glob, names, n=3, cutoff=0.3),
+            )
+        frozen.update(found)
+    if len(frozen) == len(names):
+        raise ConfigError(
+            f"train.freeze={_yaml(list(globs))} leaves nothing to train",
+            where="train.freeze",
+            why=f"all {len(names)} tensors match",
+        )
+    return frozenset(frozen)
 
 
 def value_of(config: "RunConfig", key: str) -> Any:
@@ -84,7 +118,7 @@ def _batch(config: "RunConfig") -> None:
         )
 
 
-def _schedule(config: "RunConfig") -> None:
+def _lr_schedule(config: "RunConfig") -> None:
     steps, schedule = config.train.steps, config.train.lr_schedule
     if schedule.name != "wsd" and schedule.decay_steps:
         raise ConfigError(
@@ -109,12 +143,14 @@ def _schedule(config: "RunConfig") -> None:
 
 def _optimizer(config: "RunConfig") -> None:
     optimizer = config.train.optimizer
-    if optimizer.name == "lion" and optimizer.eps != type(optimizer).model_fields["eps"].default:
-        raise ConfigError(
-            f"train.optimizer.eps={optimizer.eps} has no meaning for lion",
-            where="train.optimizer.eps",
-            try_=["leave it out", "train.optimizer.name=adamw"],
-        )
+    for key, names in _KEYS_OF_OPTIMIZERS.items():
+        value, default = getattr(optimizer, key), type(optimizer).model_fields[key].default
+        if optimizer.name not in names and value != default:
+            raise ConfigError(
+                f"train.optimizer.{key}={_yaml(value)} has no meaning for {optimizer.name}",
+                where=f"train.optimizer.{key}",
+                try_=["leave it out", *(f"train.optimizer.name={name}" for name in names)],
+            )
 
 
 def _mesh(config: "RunConfig") -> None:
@@ -124,13 +160,147 @@ def _mesh(config: "RunConfig") -> None:
         return
     world = launch.nproc * launch.nodes
     degree = world // others if mesh.dp == "auto" else mesh.dp
+    if mesh.dp == "auto" and world % others:
+        raise LayoutError(
+            f"launch.nproc={launch.nproc} does not fit mesh.pp={mesh.pp} * mesh.cp={mesh.cp} * mesh.tp={mesh.tp}",
+            where="launch.nproc",
+            why=f"the mesh asks for a multiple of {others} processes, launch for {world}",
+            try_=[f"launch.nproc={-(-world // others) * others}", "launch.nproc=auto"],
+        )
     if degree * others != world:
-        key = "mesh.dp" if mesh.dp != "auto" else "launch.nproc"
         raise LayoutError(
             f"mesh.dp={mesh.dp} does not fit launch.nproc={launch.nproc}",
-            where=key,
-            why=f"the mesh asks for {max(1, degree) * others} processes, launch for {world}",
+            where="mesh.dp",
+            why=f"the mesh asks for {degree * others} processes, launch for {world}",
             try_=["mesh.dp=auto", "launch.nproc=auto"],
+        )
+
+
+def _pipeline(config: "RunConfig") -> None:
+    mesh = config.mesh
+    fits, words = _CHUNKS.get(mesh.schedule, (lambda n: n == 1, "one stage"))
+    if not fits(mesh.chunks):
+        others = {1: ["1f1b", "zb-h1", "gpipe"], 2: ["interleaved", "zb-v"]}.get(mesh.chunks, ["interleaved"])
+        raise LayoutError(
+            f"mesh.virtual_stages={mesh.chunks} does not fit mesh.schedule={mesh.schedule}",
+            where="mesh.virtual_stages",
+            why=f"{mesh.schedule} runs {words} per pp rank",
+            try_=["mesh.virtual_stages=auto", *(f"mesh.schedule={name}" for name in others)],
+        )
+    if config.train.compile and mesh.schedule in SPLIT_BACKWARD:
+        raise LayoutError(
+            f"train.compile=true does not go with mesh.schedule={mesh.schedule}",
+            where="train.compile",
+            why=f"{mesh.schedule} splits the backward of each linear layer, a compiled block has one backward",
+            try_=[
+                "train.compile=false",
+                "mesh.schedule=interleaved" if mesh.schedule == "zb-v" else "mesh.schedule=1f1b",
+            ],
+        )
+
+
+def _sharding(config: "RunConfig") -> None:
+    mesh = config.mesh
+    if mesh.gather == "step" and mesh.zero < 3:
+        raise LayoutError(
+            f"mesh.gather=step has no meaning for mesh.zero={mesh.zero}",
+            where="mesh.gather",
+            why="below stage 3 every rank holds the weights of its stage anyway",
+            try_=["leave it out", "mesh.zero=3"],
+        )
+    if not mesh.sequence_parallel:
+        return
+    if mesh.tp == 1:
+        raise LayoutError(
+            "mesh.sequence_parallel=true has no meaning for mesh.tp=1",
+            where="mesh.sequence_parallel",
+            why="the tokens are shared among tp ranks",
+            try_=["mesh.sequence_parallel=false", "mesh.tp=2"],
+        )
+    micro, length = config.train.micro_batch, config.data.seq_len
+    if micro * length % mesh.tp:
+        step = mesh.tp // gcd(mesh.tp, length)
+        raise LayoutError(
+            f"mesh.tp={mesh.tp} does not divide the tokens of a microbatch",
+            where="mesh.sequence_parallel",
+            why=f"train.micro_batch={micro} * data.seq_len={length} = {micro * length} tokens are shared evenly",
+            try_=[
+                f"train.micro_batch={-(-micro // step) * step}",
+                f"data.seq_len={-(-length // mesh.tp) * mesh.tp}",
+                "mesh.sequence_parallel=false",
+            ],
+        )
+
+
+def _tensor_parallel(config: "RunConfig", shape: ModelShape) -> None:
+    def fits(tp: int) -> bool:
+        kv = shape.kv_heads
+        return not (shape.heads % tp or shape.ffn % tp) and (kv % tp == 0 or tp % kv == 0)
+
+    tp = config.mesh.tp
+    if fits(tp):
+        return
+    reasons = {
+        f"does not divide model.heads={shape.heads}": shape.heads % tp,
+        f"neither divides model.kv_heads={shape.kv_heads} nor is a multiple of it": shape.kv_heads % tp
+        and tp % shape.kv_heads,
+        f"does not divide model.ffn={shape.ffn}": shape.ffn % tp,
+    }
+    first, *others = (reason for reason, wrong in reasons.items() if wrong)
+    valid = [d for d in range(1, shape.heads + 1) if fits(d)]
+    raise LayoutError(
+        f"mesh.tp={tp} {first}",
+        where="mesh.tp",
+        why="; ".join([*others, f"valid degrees for this model: {', '.join(map(str, valid))}"]),
+        try_=[f"mesh.tp={d}" for d in sorted(valid, key=lambda d: abs(d - tp))[:2]],
+    )
+
+
+def _stages(config: "RunConfig", shape: ModelShape) -> None:
+    mesh, units = config.mesh, shape.layers + 2
+    if mesh.stages <= units:
+        return
+    raise LayoutError(
+        f"mesh.pp={mesh.pp} is more than the model can be cut into",
+        where="mesh.pp",
+        why=f"{mesh.pp} ranks * {mesh.chunks} virtual stages = {mesh.stages} stages, but there are {units} units: "
+        f"the embedding, {shape.layers} layers and the head",
+        try_=[f"mesh.pp={units // mesh.chunks}"] if units >= mesh.chunks else ["mesh.schedule=1f1b"],
+    )
+
+
+def _split(config: "RunConfig", shape: ModelShape) -> None:
+    mesh, layers = config.mesh, shape.layers
+    if mesh.split == "auto":
+        return
+    base, more = divmod(layers, mesh.stages)
+    even = [base + (i < more) for i in range(mesh.stages)]
+    try_ = ["mesh.split=auto", *([f"mesh.split={_yaml(even)}"] if base else [])]
+    if len(mesh.split) != mesh.stages:
+        raise LayoutError(
+            f"mesh.split={_yaml(mesh.split)} has {len(mesh.split)} entries for {mesh.stages} stages",
+            where="mesh.split",
+            why=f"mesh.pp={mesh.pp} * {mesh.chunks} virtual stages per rank = {mesh.stages}",
+            try_=try_,
+        )
+    if sum(mesh.split) != layers:
+        raise LayoutError(
+            f"mesh.split={_yaml(mesh.split)} holds {sum(mesh.split)} layers, model.layers={layers}",
+            where="mesh.split",
+            why="the embedding goes with the first stage and the head with the last, neither is counted",
+            try_=try_,
+        )
+
+
+def _recompute(config: "RunConfig", shape: ModelShape) -> None:
+    blocks, split = config.train.recompute, config.mesh.split
+    most = shape.layers if split == "auto" else max(split)
+    if isinstance(blocks, int) and blocks > most:
+        raise ConfigError(
+            f"train.recompute={blocks} is more blocks than a stage has",
+            where="train.recompute",
+            why=f"model.layers={shape.layers}, mesh.split={_yaml(split)}",
+            try_=["train.recompute=full", f"train.recompute={most}"],
         )
 
 
@@ -168,6 +338,20 @@ def _names(config: "RunConfig") -> None:
             )
         seen[source.name] = i
 
+
+SPLIT_BACKWARD = ("zb-h1", "zb-v")
+"""Schedules that compute gradients of inputs and of weights apart."""
+
+_CHUNKS: dict[str, tuple[Callable[[int], bool], str]] = {
+    "interleaved": (lambda n: n >= 2, "2 or more virtual stages"),
+    "zb-v": (lambda n: n == 2, "exactly 2 virtual stages, down and up again,"),
+}
+_KEYS_OF_OPTIMIZERS = {
+    "eps": ("adamw", "muon"),
+    "momentum": ("muon",),
+    "nesterov": ("muon",),
+    "ns_steps": ("muon",),
+}
 
 REQUIRED_SIZES = ("family", "layers", "hidden", "heads", "max_seq")
 SIZES = (

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sirara.config.check import REQUIRED_SIZES, SIZES
+from sirara.config.check import REQUIRED_SIZES, SIZES, check_layout
 from sirara.config.complain import complaint
 from sirara.config.schema import ModelConfig, RunConfig
 from sirara.config.yaml_file import KeyPath, dump_yaml, parse_yaml, read_yaml
@@ -227,7 +227,7 @@ def _checked(tree: _Tree, source: str) -> Loaded:
     try:
         _fill_in_sizes(tree.value.get("model"))
         config = RunConfig.model_validate(tree.value)
-        _sequence_fits(config)
+        _fits_the_model(config)
     except ValidationError as error:
         raise complaint(error, tree.value, tree.origin, source) from error
     except ConfigError as error:
@@ -276,8 +276,10 @@ def _fill_in_sizes(model: Any) -> None:
         model[name] = shape[name]
 
 
-def _sequence_fits(config: RunConfig) -> None:
+def _fits_the_model(config: RunConfig) -> None:
+    # No layout hangs on the size of the vocabulary.
     shape = _shape(config.model, vocab=1)
+    check_layout(config, shape)
     if config.data.seq_len > shape.max_seq:
         raise ConfigError(
             f"data.seq_len={config.data.seq_len} is longer than model.max_seq={shape.max_seq}",

@@ -140,14 +140,23 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    name: Literal["adamw", "lion"] = "adamw"
+    """One optimizer; muon updates the matrices of blocks and leaves all other tensors to its adamw."""
+
+    name: Literal["adamw", "lion", "muon"] = "adamw"
     lr: Annotated[Number, Field(gt=0.0)] = 3e-4
     betas: Annotated[
         tuple[Annotated[Number, Field(ge=0.0, lt=1.0)], Annotated[Number, Field(ge=0.0, lt=1.0)]],
         BeforeValidator(_pair),
-    ] = Field(default=(0.9, 0.95), description="default: [0.9, 0.95] for adamw, [0.9, 0.99] for lion")
-    eps: Annotated[Number, Field(gt=0.0)] = Field(default=1e-8, description="adamw alone")
+    ] = Field(
+        default=(0.9, 0.95), description="default: [0.9, 0.95] for adamw and muon, [0.9, 0.99] for lion"
+    )
+    eps: Annotated[Number, Field(gt=0.0)] = Field(default=1e-8, description="adamw and muon's adamw")
     weight_decay: Annotated[Number, Field(ge=0.0)] = Field(default=0.1, description="of matrices alone")
+    momentum: Annotated[Number, Field(ge=0.0, lt=1.0)] = Field(default=0.95, description="muon alone")
+    nesterov: bool = Field(default=True, description="muon alone")
+    ns_steps: Annotated[int, Field(ge=1, le=20)] = Field(
+        default=5, description="muon alone: Newton-Schulz iterations"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -181,6 +190,12 @@ class TrainConfig(Section):
     recompute: Literal["none", "selective", "full"] | Positive = Field(
         default="none", description="or blocks per stage"
     )
+    label_smoothing: Annotated[Number, Field(ge=0.0, lt=1.0)] = Field(
+        default=0.0, description="share of the target's probability that is spread over the vocabulary"
+    )
+    freeze: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[], description="globs over tensor names, such as *.embed_tokens.weight: not trained"
+    )
     eval_every: Positive | None = Field(default=None, description="steps; null: at the end only")
     compile: bool = False
 
@@ -202,10 +217,19 @@ class MeshConfig(Section):
     dp: Positive | Literal["auto"] = Field(default="auto", description="auto: what the other axes leave")
     cp: Positive = 1
     tp: Positive = 1
+    sequence_parallel: bool = Field(
+        default=False, description="between the products of a block each tp rank holds a share of the tokens"
+    )
     ep: Positive = 1
     zero: Annotated[int, Field(ge=0, le=3)] = 1
+    gather: Literal["microbatch", "step"] = Field(
+        default="microbatch",
+        description="zero=3: weights are gathered for each use, or kept for a whole step",
+    )
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
-    virtual_stages: Positive = 1
+    virtual_stages: Positive | Literal["auto"] = Field(
+        default="auto", description="per pp rank; auto: 1, or 2 for interleaved and zb-v"
+    )
     split: Literal["auto"] | list[Positive] = Field(default="auto", description="or layers per stage")
     block: Literal["auto"] | Positive = Field(
         default="auto", description="microbatches added locally: 1, 2, 4, ..."
@@ -217,6 +241,18 @@ class MeshConfig(Section):
         if isinstance(value, int) and value & (value - 1):
             raise ValueError("is not a power of two")
         return value
+
+    @property
+    def chunks(self) -> int:
+        """Virtual stages per pp rank."""
+        if self.virtual_stages == "auto":
+            return 2 if self.schedule in ("interleaved", "zb-v") else 1
+        return self.virtual_stages
+
+    @property
+    def stages(self) -> int:
+        """Virtual stages of the whole pipeline."""
+        return self.pp * self.chunks
 
 
 Place = Literal["none", "host", "disk"]

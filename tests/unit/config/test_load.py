@@ -219,17 +219,8 @@ def test_origin_of_the_key_at_fault_is_said(path):
 @pytest.mark.parametrize(
     "override",
     [
-        *(
-            "mesh.pp=2",
-            "mesh.tp=2",
-            "mesh.cp=2",
-            "mesh.ep=2",
-            "mesh.zero=2",
-            "mesh.zero=3",
-            "mesh.schedule=gpipe",
-        ),
-        *("mesh.virtual_stages=2", "mesh.split=[1, 1]", "train.precision=fp16", "train.precision=fp8"),
-        *("train.recompute=full", "train.recompute=2", "offload.optimizer=host", "offload.params=disk"),
+        *("mesh.cp=2", "mesh.ep=2", "train.precision=fp16", "train.precision=fp8"),
+        *("offload.optimizer=host", "offload.params=disk"),
         *("offload.activations=host", "offload.path=/x", "offload.host_budget=1GiB", "checkpoint.async=true"),
         *("checkpoint.tiers=[memory, disk]", "launch.nodes=2", "log.sinks=[wandb]"),
     ],
@@ -378,6 +369,6 @@ def test_configuration_made_in_code_is_checked_too():
                 "model": {"preset": "gpt2"},
                 "data": {"train": [{"path": "x"}], "seq_len": 8},
                 "train": {"steps": 1, "global_batch": 1, "micro_batch": 1},
-                "mesh": {"tp": 2},
+                "mesh": {"cp": 2},
             }
         )
