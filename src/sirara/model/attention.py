@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor, cat, nn
 
 from sirara.model.attend import Mask, attend
-from sirara.model.ops import linear, rms_norm
+from sirara.model.linear import linear
+from sirara.model.ops import rms_norm
 from sirara.model.rotary import Rotary, rotate, split_heads
 from sirara.model.weights import Making, Weights
 from sirara.pure.rng import DropoutKey
@@ -38,6 +39,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.shape = shape
+        self.wiring = making.wiring
         self.layer = layer
         self.mask = mask
         self.rotary = rotary
@@ -62,7 +64,7 @@ class Attention(nn.Module):
         cache: KvCache | None = None,
     ) -> Tensor:
         shape, traits = self.shape, self.shape.traits
-        qkv = linear(x_BLD, *weights_and_biases(self._qkv), transposed=traits.conv1d)
+        qkv = linear(x_BLD, *weights_and_biases(self._qkv), transposed=traits.conv1d, wiring=self.wiring)
         tables = self.rotary.tables(positions_BL, x_BLD.dtype) if self.rotary is not None else None
         q, k, v = split_heads(
             qkv,
@@ -79,7 +81,13 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
         y = attend(q, k, v, self.mask, documents_BM=documents_BL, p=self.dropout, key=key, layer=self.layer)
-        return linear(y, *weights_and_biases([self.o_proj]), transposed=traits.conv1d)
+        return linear(
+            y,
+            *weights_and_biases([self.o_proj]),
+            transposed=traits.conv1d,
+            part="row",
+            wiring=self.wiring,
+        )
 
 
 def weights_and_biases(layers: Sequence[Weights]) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from sirara.model.attend import Mask
 from sirara.model.attention import Attention, KvCache
 from sirara.model.dropout import dropout
+from sirara.model.linear import linear
 from sirara.model.loss import token_losses
 from sirara.model.mlp import Mlp
-from sirara.model.ops import linear, wide
+from sirara.model.ops import wide
 from sirara.model.rotary import Rotary
 from sirara.model.weights import Making, Norm, Weights
 from sirara.pure.rng import DropoutKey
@@ -25,6 +26,7 @@ class Embed(nn.Module):
 
     def __init__(self, shape: ModelShape, making: Making, dropout: float) -> None:
         super().__init__()
+        self.wiring = making.wiring
         self.dropout = dropout
         self.tokens = Weights("tokens", making)
         self.positions = Weights("positions", making) if shape.traits.positions == "learned" else None
@@ -54,6 +56,7 @@ class Block(nn.Module):
         attention_dropout: float,
     ) -> None:
         super().__init__()
+        self.wiring = making.wiring
         self.layer = layer
         self.dropout = dropout
         self.norm1 = Norm("norm1", making, shape.norm_eps)
@@ -80,6 +83,7 @@ class Head(nn.Module):
 
     def __init__(self, shape: ModelShape, making: Making) -> None:
         super().__init__()
+        self.wiring = making.wiring
         self.norm = Norm("norm", making, shape.norm_eps)
         self.proj = Weights("proj", making)
 

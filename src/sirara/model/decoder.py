@@ -10,6 +10,7 @@ from sirara.model.attend import Mask, alibi_slopes
 from sirara.model.attention import KvCache
 from sirara.model.blocks import Block, Embed, Head
 from sirara.model.rotary import Rotary
+from sirara.model.split import Deferral, Wiring
 from sirara.model.weights import Making
 from sirara.pure.families import UnitSpec, unit_specs
 from sirara.pure.rng import DropoutKey
@@ -34,10 +35,12 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         specs = unit_specs(shape)
+        self.wirings: list[Wiring] = []
 
         def making(unit: UnitSpec) -> Making:
             tensors = {t.local: t for t in unit.tensors}
-            return Making(specs=tensors, device=torch.device(device), dtype=dtype)
+            self.wirings.append(Wiring())
+            return Making(specs=tensors, device=torch.device(device), dtype=dtype, wiring=self.wirings[-1])
 
         positions = shape.traits.positions
         mask = Mask(
@@ -57,6 +60,11 @@ class Decoder(nn.Module):
     def units(self) -> list[nn.Module]:
         """The units in order, aligned with `unit_specs(shape)`."""
         return [self.embed, *self.blocks, self.head]
+
+    def set_deferral(self, deferral: Deferral | None) -> None:
+        """Lets linear layers leave their weight gradients to `deferral` while it is active."""
+        for wiring in self.wirings:
+            wiring.deferral = deferral
 
     def forward(
         self,

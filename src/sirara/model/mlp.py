@@ -3,7 +3,8 @@
 from torch import Tensor, nn
 
 from sirara.model.attention import weights_and_biases
-from sirara.model.ops import gelu_tanh, linear, swiglu
+from sirara.model.linear import linear
+from sirara.model.ops import gelu_tanh, swiglu
 from sirara.model.weights import Making, Weights
 from sirara.pure.shape import ModelShape
 
@@ -13,6 +14,7 @@ class Mlp(nn.Module):
 
     def __init__(self, shape: ModelShape, making: Making) -> None:
         super().__init__()
+        self.wiring = making.wiring
         self.transposed = shape.traits.conv1d
         self.gated = shape.traits.mlp == "swiglu"
         self._inner: list[Weights] = []
@@ -23,6 +25,12 @@ class Mlp(nn.Module):
         self.down_proj = Weights("mlp.down_proj", making)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        h = linear(x_BLD, *weights_and_biases(self._inner), transposed=self.transposed)
+        h = linear(x_BLD, *weights_and_biases(self._inner), transposed=self.transposed, wiring=self.wiring)
         h = swiglu(h) if self.gated else gelu_tanh(h)
-        return linear(h, *weights_and_biases([self.down_proj]), transposed=self.transposed)
+        return linear(
+            h,
+            *weights_and_biases([self.down_proj]),
+            transposed=self.transposed,
+            part="row",
+            wiring=self.wiring,
+        )

@@ -1,4 +1,4 @@
-"""The arithmetic of a block: linear, norms, activations; each keeps little and passes over memory few times.
+"""The arithmetic of a block: products, norms, activations; each keeps little and passes over memory few times.
 
 Every function here gives equal bits for any number of threads, as far as the matrix library does: torch's sums
 over tokens in the norms' own backward, long matrix products and what falls on the border between two threads'
@@ -19,21 +19,6 @@ _SPAN_ELEMENTS = 1 << 19
 _VECTOR = 64
 _TORCH_GRAIN = 32_768
 _LOW = (torch.bfloat16, torch.float16)
-
-
-def linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor] | None = None,
-    *,
-    transposed: bool = False,
-) -> Tensor:
-    """x @ [w0; w1; ...].T + [b0, b1, ...]: several layers with one input as one matrix product.
-
-    Weights are [O, I], or [I, O] when `transposed`. Weights that lie one after another in one storage are
-    used as the matrix they are, others are copied side by side first; the result's bits are the same.
-    """
-    return _Linear.apply(x, transposed, len(weights), *weights, *(biases or ()))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -103,29 +88,7 @@ def product(
     return y_MN
 
 
-def _even_pieces(x_RC: Tensor) -> list[tuple[slice, slice]]:
-    rows, width = x_RC.shape
-    most = torch.get_num_threads()
-    if rows * width < _TORCH_GRAIN or most == 1 or x_RC.device.type != "cpu":
-        return [(slice(0, rows), slice(0, width))]
-    unit = _VECTOR // math.gcd(_VECTOR, width)
-    even = 0
-    for threads in range(min(most, -(-rows * width // _TORCH_GRAIN)), 1, -1):
-        even = rows // (threads * unit) * (threads * unit)
-        if even and min(most, -(-even * width // _TORCH_GRAIN)) == threads:
-            break
-    else:
-        even = 0
-    pieces = [(slice(0, even), slice(0, width))] if even else []
-    step = max(unit, (_TORCH_GRAIN - 1) // width // unit * unit)
-    columns = width if step * width < _TORCH_GRAIN else _TORCH_GRAIN // 2
-    for low in range(even, rows, step):
-        for left in range(0, width, columns):
-            pieces.append((slice(low, min(rows, low + step)), slice(left, min(width, left + columns))))
-    return pieces
-
-
-def _side_by_side(tensors: Sequence[Tensor], dim: int) -> Tensor:
+def side_by_side(tensors: Sequence[Tensor], dim: int) -> Tensor:
     """The tensors concatenated along `dim`: a view when they already lie so in memory (dim 0 only)."""
     first = tensors[0]
     if len(tensors) == 1:
@@ -147,39 +110,26 @@ def _side_by_side(tensors: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat(list(tensors), dim)
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, transposed: bool, n: int, *params: Tensor) -> Tensor:
-        weights, biases = params[:n], params[n:]
-        ctx.save_for_backward(x, *weights)
-        ctx.transposed = transposed
-        ctx.outs = [w.shape[1] if transposed else w.shape[0] for w in weights]
-        ctx.biased = bool(biases)
-        w_OI = _side_by_side(weights, 1).t() if transposed else _side_by_side(weights, 0)
-        x_TI = x.reshape(-1, x.shape[-1])
-        y_TO = product(x_TI, w_OI.t(), _side_by_side(biases, 0) if biases else None)
-        return y_TO.view(*x.shape[:-1], w_OI.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,) = grad_outputs
-        x, *weights = ctx.saved_tensors
-        n, outs = len(weights), ctx.outs
-        dy_TO, x_TI = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-        dx: Tensor | None = None
-        if ctx.needs_input_grad[0]:
-            w_OI = _side_by_side(weights, 1).t() if ctx.transposed else _side_by_side(weights, 0)
-            dx = product(dy_TO, w_OI).view(x.shape)
-        dweights: Sequence[Tensor | None] = [None] * n
-        if any(ctx.needs_input_grad[3 : 3 + n]):
-            if ctx.transposed:
-                dweights = product(x_TI.t(), dy_TO).split(outs, 1)
-            else:
-                dweights = product(dy_TO.t(), x_TI).split(outs, 0)
-        dbiases: Sequence[Tensor | None] = [None] * (n if ctx.biased else 0)
-        if any(ctx.needs_input_grad[3 + n :]):
-            dbiases = dy_TO.sum(0).split(outs)
-        return (dx, None, None, *dweights, *dbiases)
+def _even_pieces(x_RC: Tensor) -> list[tuple[slice, slice]]:
+    rows, width = x_RC.shape
+    most = torch.get_num_threads()
+    if rows * width < _TORCH_GRAIN or most == 1 or x_RC.device.type != "cpu":
+        return [(slice(0, rows), slice(0, width))]
+    unit = _VECTOR // math.gcd(_VECTOR, width)
+    even = 0
+    for threads in range(min(most, -(-rows * width // _TORCH_GRAIN)), 1, -1):
+        even = rows // (threads * unit) * (threads * unit)
+        if even and min(most, -(-even * width // _TORCH_GRAIN)) == threads:
+            break
+    else:
+        even = 0
+    pieces = [(slice(0, even), slice(0, width))] if even else []
+    step = max(unit, (_TORCH_GRAIN - 1) // width // unit * unit)
+    columns = width if step * width < _TORCH_GRAIN else _TORCH_GRAIN // 2
+    for low in range(even, rows, step):
+        for left in range(0, width, columns):
+            pieces.append((slice(low, min(rows, low + step)), slice(left, min(width, left + columns))))
+    return pieces
 
 
 class _RmsNorm(torch.autograd.Function):

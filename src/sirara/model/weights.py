@@ -1,22 +1,24 @@
 """Holders of parameters, shaped by their `TensorSpec`s; what is done with them stands where it is done."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from sirara.model.ops import layer_norm, rms_norm
+from sirara.model.split import Wiring
 from sirara.pure.families import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Making:
-    """What the modules of one unit are made from: its tensors by local name, where, and in which dtype."""
+    """What the modules of one unit are made from: its tensors by local name, where, in which dtype, and its wiring."""
 
     specs: Mapping[str, TensorSpec]
     device: torch.device
     dtype: torch.dtype
+    wiring: Wiring = field(default_factory=Wiring)
 
 
 class Weights(nn.Module):

@@ -3,6 +3,7 @@ import torch
 from torch.nn import functional
 
 from sirara.model import ops
+from sirara.model.linear import linear
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def test_linear_of_several_layers_equals_the_layers_one_by_one(biased, transpose
     x, outs = leaf(2, 5, 8), (6, 4, 3)
     weights = [leaf(8, o) if transposed else leaf(o, 8) for o in outs]
     biases = [leaf(o) for o in outs] if biased else None
-    ours = ops.linear(x, weights, biases, transposed=transposed)
+    ours = linear(x, weights, biases, transposed=transposed)
     matrices = [w.t() if transposed else w for w in weights]
     theirs = torch.cat(
         [functional.linear(x, w, b) for w, b in zip(matrices, biases or [None] * 3, strict=True)], -1
@@ -46,9 +47,9 @@ def test_neighbours_in_one_storage_and_copies_elsewhere_give_equal_bits(dtype):
     neighbours = [flat[i * 4096 : (i + 1) * 4096].view(64, 64).requires_grad_() for i in range(3)]
     copies = [w.detach().clone().requires_grad_() for w in neighbours]
     x, dy = leaf(4, 16, 64, dtype=dtype), torch.randn(4, 16, 192).to(dtype)
-    a, b = ops.linear(x, neighbours), ops.linear(x, copies)
+    a, b = linear(x, neighbours), linear(x, copies)
     assert torch.equal(a, b)
-    assert ops._side_by_side(neighbours, 0).data_ptr() == flat.data_ptr()
+    assert ops.side_by_side(neighbours, 0).data_ptr() == flat.data_ptr()
     for ga, gb in zip(
         torch.autograd.grad(a, [x, *neighbours], dy), torch.autograd.grad(b, [x, *copies], dy), strict=True
     ):
@@ -59,18 +60,18 @@ def test_weights_in_the_wrong_order_or_with_a_gap_are_not_taken_for_one_matrix()
     flat = torch.arange(40.0)
     first, second, later = flat[:8].view(2, 4), flat[8:16].view(2, 4), flat[20:28].view(2, 4)
     for pair in ([second, first], [first, later], [first, second.clone()]):
-        assert torch.equal(ops._side_by_side(pair, 0), torch.cat(pair))
+        assert torch.equal(ops.side_by_side(pair, 0), torch.cat(pair))
 
 
 def test_gradients_of_weights_are_views_of_one_product():
     x, weights = leaf(7, 8), [leaf(6, 8), leaf(4, 8)]
-    dw = torch.autograd.grad(ops.linear(x, weights).sum(), weights)
+    dw = torch.autograd.grad(linear(x, weights).sum(), weights)
     assert dw[0].untyped_storage().data_ptr() == dw[1].untyped_storage().data_ptr()
 
 
 def test_frozen_weights_get_no_gradient_and_no_work():
     x, weights = leaf(7, 8), [leaf(6, 8).detach(), leaf(4, 8).detach()]
-    y = ops.linear(x, weights)
+    y = linear(x, weights)
     (dx,) = torch.autograd.grad(y.sum(), [x])
     torch.testing.assert_close(dx, torch.cat(weights).sum(0).expand(7, 8))
 
