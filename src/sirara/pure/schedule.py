@@ -86,7 +86,7 @@ class Schedule:
         """
         found: dict[int, tuple[Action, ...]] = {}
         for peer, row in enumerate(self.rows):
-            receives = [_receive_of(action) for action in row if action.kind in _RECEIVE_OF_SEND]
+            receives = [receive_of(action) for action in row if action.kind in _RECEIVE_OF_SEND]
             mine = tuple(action for action in receives if self.rank_of(action.stage) == rank)
             if mine:
                 found[peer] = mine
@@ -357,6 +357,7 @@ def _with_transfers(name: str, ranks: int, stages: int, order: Order) -> Iterato
             yield Action(send, stage, i)
 
 
-def _receive_of(send: Action) -> Action:
+def receive_of(send: Action) -> Action:
+    """The receive, on the neighbour's rank, that takes a send."""
     kind, step = _RECEIVE_OF_SEND[send.kind]
     return Action(kind, send.stage + step, send.microbatch)
