@@ -2,9 +2,9 @@
 
     1f1b, 3 stages, 4 microbatches (time runs to the right; a backward takes two columns)
 
-    rank 0   F0 F1 F2 .  .  .  B0--- F3 B1--- .  B2--- .  B3---
-    rank 1   .  F0 F1 .  B0--- F2 B1--- F3 B2--- .  B3---
-    rank 2   .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3---
+    rank 0   F0 F1 F2 .  .  .  .  B0 -- F3 B1 -- .  B2 -- .  B3 --
+    rank 1   .  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 -- .  .
+    rank 2   .  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .  .  .
 
 A model is cut into stages 0 .. ranks * chunks - 1.  Stages are dealt to ranks round and round, or for "zb-v" down
 and up again (a V), so that the rank of the first stage also has the last:
