@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sirara.model.dropout import dropout
+from sirara.model.dropout import Cut, dropout
 from sirara.model.ops import wide
 from sirara.pure.rng import DropoutKey
 
@@ -36,6 +36,10 @@ class Mask:
         self.window = window
         self.slopes = slopes
         self._last: tuple[tuple[object, ...], Tensor | None, Tensor] | None = None
+
+    def keep_heads(self, slopes: tuple[float, ...]) -> None:
+        """From now on the slopes of the heads that this rank computes."""
+        self.slopes, self._last = slopes, None
 
     def bias(
         self, queries: int, keys: int, documents_BM: Tensor | None, dtype: torch.dtype, device: torch.device
@@ -81,10 +85,12 @@ def attend(
     p: float = 0.0,
     key: DropoutKey | None = None,
     layer: int = 0,
+    cut: Cut | None = None,
 ) -> Tensor:
     """softmax(q k / sqrt(E) + mask) v -> [B, L, N * E].
 
     p: dropout of attention weights when there is a key; that takes a path which holds all weights at once.
+    cut: where these heads' weights lie among those [B, N, L, M] of all heads.
     """
     queries, keys, heads = q_BLNE.shape[1], k_BMKE.shape[1], q_BLNE.shape[2]
     # The CPU kernel takes a bias finer than its inputs.
@@ -93,7 +99,7 @@ def attend(
     q, k, v = q_BLNE.transpose(1, 2), _per_query_head(k_BMKE, heads), _per_query_head(v_BMKE, heads)
     causal = bias is None and queries > 1
     if p > 0.0 and key is not None:
-        y_BNLE = _explicit(q, k, v, bias, p, key, layer)
+        y_BNLE = _explicit(q, k, v, bias, p, key, layer, cut)
     else:
         y_BNLE = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal)
     return y_BNLE.transpose(1, 2).flatten(2)
@@ -108,7 +114,14 @@ def _per_query_head(x_BMKE: Tensor, heads: int) -> Tensor:
 
 
 def _explicit(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float, key: DropoutKey, layer: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    p: float,
+    key: DropoutKey,
+    layer: int,
+    cut: Cut | None,
 ) -> Tensor:
     scores = torch.matmul(q, k.transpose(-1, -2)).to(wide(q.dtype)) * q.shape[-1] ** -0.5
     if bias is None:
@@ -116,5 +129,5 @@ def _explicit(
         scores = scores.masked_fill(hidden, -math.inf)
     else:
         scores = scores + bias
-    weights = dropout(torch.softmax(scores, -1), p, key, layer, "attention")
+    weights = dropout(torch.softmax(scores, -1), p, key, layer, "attention", cut)
     return torch.matmul(weights.to(q.dtype), v)

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from torch import Tensor, cat, nn
 
 from sirara.model.attend import Mask, attend
+from sirara.model.dropout import Cut
 from sirara.model.linear import linear
 from sirara.model.ops import rms_norm
 from sirara.model.rotary import Rotary, rotate, split_heads
+from sirara.model.split import Remake
 from sirara.model.weights import Making, Weights
 from sirara.pure.rng import DropoutKey
 from sirara.pure.shape import ModelShape
@@ -32,7 +34,7 @@ class KvCache:
 
 
 class Attention(nn.Module):
-    """x_BLD -> x_BLD."""
+    """x_BLD -> x_BLD, or this rank's share of the tokens [T / t, D] -> the same.  remake: of x, see `linear`."""
 
     def __init__(
         self, shape: ModelShape, layer: int, making: Making, mask: Mask, rotary: Rotary | None, dropout: float
@@ -62,14 +64,22 @@ class Attention(nn.Module):
         documents_BL: Tensor | None,
         key: DropoutKey | None,
         cache: KvCache | None = None,
+        remake: Remake | None = None,
     ) -> Tensor:
-        shape, traits = self.shape, self.shape.traits
-        qkv = linear(x_BLD, *weights_and_biases(self._qkv), transposed=traits.conv1d, wiring=self.wiring)
+        shape, traits, size = self.shape, self.shape.traits, self.wiring.size
+        heads, kv_heads = shape.heads // size, max(1, shape.kv_heads // size)
+        qkv = linear(
+            x_BLD,
+            *weights_and_biases(self._qkv),
+            transposed=traits.conv1d,
+            wiring=self.wiring,
+            remake=remake,
+        )
         tables = self.rotary.tables(positions_BL, x_BLD.dtype) if self.rotary is not None else None
         q, k, v = split_heads(
-            qkv,
-            shape.heads,
-            shape.kv_heads,
+            qkv.view(*positions_BL.shape, -1),
+            heads,
+            kv_heads,
             per_head=traits.qkv == "per_head",
             tables=None if traits.qk_norm else tables,
         )
@@ -80,7 +90,17 @@ class Attention(nn.Module):
                 q, k = rotate(q, tables), rotate(k, tables)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
-        y = attend(q, k, v, self.mask, documents_BM=documents_BL, p=self.dropout, key=key, layer=self.layer)
+        y = attend(
+            q,
+            k,
+            v,
+            self.mask,
+            documents_BM=documents_BL,
+            p=self.dropout,
+            key=key,
+            layer=self.layer,
+            cut=self._cut(q, k),
+        )
         return linear(
             y,
             *weights_and_biases([self.o_proj]),
@@ -88,6 +108,14 @@ class Attention(nn.Module):
             part="row",
             wiring=self.wiring,
         )
+
+    def _cut(self, q_BLNE: Tensor, k_BMKE: Tensor) -> Cut | None:
+        """Where this rank's attention weights [B, N, L, M] lie among those of all heads."""
+        if self.wiring.size == 1:
+            return None
+        one_head = q_BLNE.shape[1] * k_BMKE.shape[1]
+        first = self.wiring.rank * q_BLNE.shape[2] * one_head
+        return Cut(first=first, step=self.shape.heads * one_head, runs=q_BLNE.shape[0])
 
 
 def weights_and_biases(layers: Sequence[Weights]) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:

@@ -1,6 +1,6 @@
 """The units of a decoder: embedding, block, head. Parameters lie where `TensorSpec.local` says.
 
-Shape letters: B sequences, L tokens, D model, V vocabulary.
+Shape letters: B sequences, L tokens, T = B * L, D model, V vocabulary, N rows of a part of it, t ranks of the axis.
 """
 
 from typing import Any
@@ -8,37 +8,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sirara.errors import InvariantError
 from sirara.model.attend import Mask
 from sirara.model.attention import Attention, KvCache
-from sirara.model.dropout import dropout
+from sirara.model.dropout import Cut, dropout
 from sirara.model.linear import linear
 from sirara.model.loss import token_losses
 from sirara.model.mlp import Mlp
 from sirara.model.ops import wide
 from sirara.model.rotary import Rotary
+from sirara.model.split import Axis, Wiring
 from sirara.model.weights import Making, Norm, Weights
 from sirara.pure.rng import DropoutKey
 from sirara.pure.shape import ModelShape
 
 
 class Embed(nn.Module):
-    """Token embedding, plus learned positions, normed, as the family has it."""
+    """Token embedding, plus learned positions, normed, as the family has it.
+
+    Returns x_BLD, or [T / t, D] when tokens are spread over the tensor axis; so do blocks, which take the same.
+    """
 
     def __init__(self, shape: ModelShape, making: Making, dropout: float) -> None:
         super().__init__()
         self.wiring = making.wiring
+        self.vocab = shape.vocab
         self.dropout = dropout
         self.tokens = Weights("tokens", making)
         self.positions = Weights("positions", making) if shape.traits.positions == "learned" else None
         self.norm = Norm("norm", making, shape.norm_eps) if shape.traits.embed_norm else None
 
     def forward(self, tokens_BL: Tensor, positions_BL: Tensor, key: DropoutKey | None) -> Tensor:
-        x_BLD = embedding(tokens_BL, self.tokens.weight)
+        axis = self.wiring.axis
+        if axis is None:
+            x = embedding(tokens_BL, self.tokens.weight)
+        else:
+            x = embedding_part(tokens_BL, self.tokens.weight, self.vocab, axis)
+            if axis.sequence:
+                positions_BL = positions_BL.flatten().chunk(axis.size)[axis.rank]
         if self.positions is not None:
-            x_BLD = x_BLD + embedding(positions_BL, self.positions.weight)
+            x = x + embedding(positions_BL, self.positions.weight)
         if self.norm is not None:
-            x_BLD = self.norm(x_BLD)
-        return dropout(x_BLD, self.dropout, key, -1, "embed")
+            x = self.norm(x)
+        return dropout(x, self.dropout, key, -1, "embed", own_tokens(x, self.wiring))
 
 
 class Block(nn.Module):
@@ -72,29 +84,49 @@ class Block(nn.Module):
         key: DropoutKey | None,
         cache: KvCache | None = None,
     ) -> Tensor:
-        y = self.attn(self.norm1(x_BLD), positions_BL, documents_BL, key, cache)
-        x_BLD = x_BLD + dropout(y, self.dropout, key, self.layer, "attention output")
-        y = self.mlp(self.norm2(x_BLD))
-        return x_BLD + dropout(y, self.dropout, key, self.layer, "mlp output")
+        cut = own_tokens(x_BLD, self.wiring)
+        again = self.norm1.remake(x_BLD)
+        y = self.attn(self.norm1(x_BLD), positions_BL, documents_BL, key, cache, again)
+        x_BLD = x_BLD + dropout(y, self.dropout, key, self.layer, "attention output", cut)
+        y = self.mlp(self.norm2(x_BLD), self.norm2.remake(x_BLD))
+        return x_BLD + dropout(y, self.dropout, key, self.layer, "mlp output", cut)
+
+    def recompute_activations(self, on: bool) -> None:
+        """Whether outputs of norms and of the activation function are made again in backward instead of kept."""
+        self.wiring.recompute = on
 
 
 class Head(nn.Module):
     """Norm and projection to the vocabulary; as a unit of training it gives losses and never the logits."""
 
-    def __init__(self, shape: ModelShape, making: Making) -> None:
+    def __init__(self, shape: ModelShape, making: Making, label_smoothing: float = 0.0) -> None:
         super().__init__()
         self.wiring = making.wiring
+        self.vocab, self.label_smoothing = shape.vocab, label_smoothing
         self.norm = Norm("norm", making, shape.norm_eps)
         self.proj = Weights("proj", making)
 
     def forward(self, x_BLD: Tensor, targets_BL: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """(objective, losses_BL): see `token_losses`."""
-        x_TD = self.norm(x_BLD).flatten(0, 1)
-        objective, losses_T = token_losses(x_TD, self.proj.weight, targets_BL.flatten(), scale)
+        objective, losses_T = token_losses(
+            self.norm(x_BLD).flatten(0, -2),
+            self.proj.weight,
+            targets_BL.flatten(),
+            scale,
+            smoothing=self.label_smoothing,
+            vocab=self.vocab,
+            axis=self.wiring.axis,
+        )
         return objective, losses_T.view(targets_BL.shape)
 
     def logits(self, x_BLD: Tensor) -> Tensor:
-        """[B, L, V]."""
+        """[B, L, V]; of a head that is not cut."""
+        if self.wiring.axis is not None:
+            raise InvariantError(
+                "logits of the whole vocabulary were asked of a rank that holds a part of it",
+                why=f"the head is cut over {self.wiring.size} tensor-parallel ranks, which only make losses",
+                try_=["evaluate", "sample from a checkpoint with one process"],
+            )
         return linear(self.norm(x_BLD), [self.proj.weight])
 
 
@@ -113,16 +145,55 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grad_outputs
-        (index_BL,) = ctx.saved_tensors
-        if dy.dtype == wide(dy.dtype):
-            return None, _sums(dy, index_BL, ctx.rows)
-        if dy.device.type != "cpu":
-            return None, _sums(dy.to(wide(dy.dtype)), index_BL, ctx.rows).to(dy.dtype)
-        # Few rows of a vocabulary occur: only theirs are added up in fp32.
-        present, index = torch.unique(index_BL, return_inverse=True)
-        dw = dy.new_zeros(ctx.rows, dy.shape[-1])
-        dw[present] = _sums(dy.to(wide(dy.dtype)), index, len(present)).to(dy.dtype)
-        return None, dw
+        return None, _row_sums(dy, ctx.saved_tensors[0], ctx.rows)
+
+
+def own_tokens(x: Tensor, wiring: Wiring) -> Cut | None:
+    """Where a rank's share of the tokens lies in [B, L, D], for dropout; None when it holds all of them."""
+    return Cut(first=wiring.rank * x.numel()) if wiring.sequence else None
+
+
+def embedding_part(index_BL: Tensor, weight_ND: Tensor, vocab: int, axis: Axis) -> Tensor:
+    """Rows of a vocabulary of which this rank holds N, from rank * ceil(vocab / t) on; N may be 0.
+
+    Returns [B, L, D], or this rank's tokens [T / t, D] with sequence parallelism.
+    """
+    return _EmbeddingPart.apply(index_BL, weight_ND, axis.rank * -(-vocab // axis.size), axis)
+
+
+class _EmbeddingPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, index_BL: Tensor, weight_ND: Tensor, first: int, axis: Axis) -> Tensor:
+        index_T = index_BL.flatten() - first
+        # Ascending, so that a row's gradients add up in the order of the tokens.
+        own = ((index_T >= 0) & (index_T < weight_ND.shape[0])).nonzero().flatten()
+        index = index_T[own]
+        ctx.save_for_backward(own, index)
+        ctx.rows, ctx.axis, ctx.x_shape = weight_ND.shape[0], axis, (*index_BL.shape, weight_ND.shape[1])
+        x_TD = weight_ND.new_zeros(index_T.numel(), weight_ND.shape[1])
+        x_TD.index_copy_(0, own, weight_ND.index_select(0, index))
+        return axis.scatter_sum(x_TD).wait() if axis.sequence else axis.sum(x_TD).wait().view(ctx.x_shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        own, index = ctx.saved_tensors
+        dy_TD = grad_outputs[0].reshape(-1, grad_outputs[0].shape[-1])
+        if ctx.axis.sequence:
+            dy_TD = ctx.axis.gather_tokens(dy_TD).wait()
+        return None, _row_sums(dy_TD.index_select(0, own), index, ctx.rows), None, None
+
+
+def _row_sums(dy: Tensor, index: Tensor, rows: int) -> Tensor:
+    """[rows, D]: per row the sum of dy over the places where the index names it."""
+    if dy.dtype == wide(dy.dtype):
+        return _sums(dy, index, rows)
+    if dy.device.type != "cpu":
+        return _sums(dy.to(wide(dy.dtype)), index, rows).to(dy.dtype)
+    # Few rows of a vocabulary occur: only theirs are added up in fp32.
+    present, index = torch.unique(index, return_inverse=True)
+    dw = dy.new_zeros(rows, dy.shape[-1])
+    dw[present] = _sums(dy.to(wide(dy.dtype)), index, len(present)).to(dy.dtype)
+    return dw
 
 
 def _sums(dy: Tensor, index: Tensor, rows: int) -> Tensor:

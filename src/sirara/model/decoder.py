@@ -3,6 +3,8 @@
 Shape letters: B sequences, L tokens, D model, V vocabulary.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,7 @@ from sirara.model.attend import Mask, alibi_slopes
 from sirara.model.attention import KvCache
 from sirara.model.blocks import Block, Embed, Head
 from sirara.model.rotary import Rotary
-from sirara.model.split import Deferral, Wiring
+from sirara.model.split import Axis, Deferral, Wiring
 from sirara.model.weights import Making
 from sirara.pure.families import UnitSpec, unit_specs
 from sirara.pure.rng import DropoutKey
@@ -21,6 +23,7 @@ class Decoder(nn.Module):
     """Embedding, blocks, head of a `ModelShape`; on `meta` until somebody gives the parameters memory.
 
     dropout: of the embedding and of what a block adds to its input.  attention_dropout: of attention weights.
+    label_smoothing: the part of each target that is spread evenly over the vocabulary, in all losses.
     """
 
     def __init__(
@@ -29,6 +32,7 @@ class Decoder(nn.Module):
         *,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
+        label_smoothing: float = 0.0,
         device: str | torch.device = "meta",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -43,17 +47,15 @@ class Decoder(nn.Module):
             return Making(specs=tensors, device=torch.device(device), dtype=dtype, wiring=self.wirings[-1])
 
         positions = shape.traits.positions
-        mask = Mask(
-            window=shape.sliding_window,
-            slopes=alibi_slopes(shape.heads) if positions == "alibi" else None,
-        )
+        slopes = alibi_slopes(shape.heads) if positions == "alibi" else None
+        self.mask = mask = Mask(window=shape.sliding_window, slopes=slopes)
         rotary = Rotary(shape) if positions == "rope" else None
         self.embed = Embed(shape, making(specs[0]), dropout)
         self.blocks = nn.ModuleList(
             Block(shape, i, making(unit), mask, rotary, dropout=dropout, attention_dropout=attention_dropout)
             for i, unit in enumerate(specs[1:-1])
         )
-        self.head = Head(shape, making(specs[-1]))
+        self.head = Head(shape, making(specs[-1]), label_smoothing)
         if shape.tie_embeddings:
             self.head.proj.weight.data = self.embed.tokens.weight.data
 
@@ -61,10 +63,24 @@ class Decoder(nn.Module):
         """The units in order, aligned with `unit_specs(shape)`."""
         return [self.embed, *self.blocks, self.head]
 
+    def set_axis(self, axis: Axis) -> None:
+        """Every unit computes with this rank's part of its tensors, which the caller gives to the parameters."""
+        for wiring in self.wirings:
+            wiring.axis = axis if axis.size > 1 else None
+        if self.mask.slopes is not None:
+            heads = self.shape.heads // axis.size
+            own = slice(axis.rank * heads, (axis.rank + 1) * heads)
+            self.mask.keep_heads(alibi_slopes(self.shape.heads)[own])
+
     def set_deferral(self, deferral: Deferral | None) -> None:
         """Lets linear layers leave their weight gradients to `deferral` while it is active."""
         for wiring in self.wirings:
             wiring.deferral = deferral
+
+    def recompute_activations(self, on: bool) -> None:
+        """Whether blocks make outputs of norms and activation functions again in backward instead of keeping them."""
+        for block in self.blocks:
+            cast(Block, block).recompute_activations(on)
 
     def forward(
         self,

@@ -76,14 +76,14 @@ def product(
     """
     inner, least = a_MK.shape[1], min(a_MK.shape[0], b_KN.shape[1])
     step = inner
-    if a_MK.device.type == "cpu" and a_MK.dtype not in _LOW and least >= 16 and not _compiling():
+    if a_MK.device.type == "cpu" and a_MK.dtype not in _LOW and least >= 16 and inner and not _compiling():
         step = -(-inner // -(-inner // max(256, 4 * least)))
     first, second = a_MK[:, :step], b_KN[:step]
     if onto is not None:
         y_MN = onto.addmm_(first, second)
     else:
         y_MN = torch.mm(first, second) if bias_N is None else torch.addmm(bias_N, first, second)
-    for low in range(step, inner, step):
+    for low in range(step, inner, step or 1):
         y_MN.addmm_(a_MK[:, low : low + step], b_KN[low : low + step])
     return y_MN
 

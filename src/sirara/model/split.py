@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -131,3 +132,15 @@ class Wiring:
     @property
     def rank(self) -> int:
         return 0 if self.axis is None else self.axis.rank
+
+    @property
+    def sequence(self) -> bool:
+        """Whether hidden states are this rank's share of the tokens."""
+        return self.axis is not None and self.axis.sequence
+
+    def remake(self, make: Callable[..., Tensor], *tensors: Tensor) -> Remake | None:
+        """make(*tensors) for the backward of its reader, if it is not to be kept.
+
+        Compiled code decides by itself what it keeps.
+        """
+        return Remake(make, tensors) if self.recompute and not torch.compiler.is_compiling() else None

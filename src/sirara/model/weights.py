@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from sirara.model.ops import layer_norm, rms_norm
-from sirara.model.split import Wiring
+from sirara.model.split import Remake, Wiring
 from sirara.pure.families import TensorSpec
 
 
@@ -40,11 +41,18 @@ class Norm(Weights):
     def __init__(self, path: str, making: Making, eps: float) -> None:
         super().__init__(path, making)
         self.eps = eps
+        self._wiring = making.wiring
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
             return rms_norm(x, self.weight, self.eps)
         return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def remake(self, x: Tensor) -> Remake | None:
+        """How the backward of what reads the output makes it again, if it is not to be kept."""
+        if self.bias is None:
+            return self._wiring.remake(partial(rms_norm, eps=self.eps), x, self.weight)
+        return self._wiring.remake(partial(layer_norm, eps=self.eps), x, self.weight, self.bias)
 
 
 def _parameter(spec: TensorSpec, making: Making) -> nn.Parameter:

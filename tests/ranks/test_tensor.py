@@ -1,0 +1,168 @@
+"""Tensor parallelism against one process: every family, degree and form, parameters cut by their placement."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sirara.comm.world import World, world_comm
+from sirara.model.decoder import Decoder
+from sirara.model.split import Deferral
+from sirara.parallel.tensor import TensorAxis
+from sirara.pure.families import TensorSpec, unit_specs
+from sirara.pure.placement import Shard, held_ranges
+from sirara.pure.rng import DropoutKey
+from tests.harness import run_ranks
+from tests.unit.model.test_decoder import batch, initialised, shape_of
+
+KEY = DropoutKey(seed=1, step=2, microbatch=3)
+SCALE = 1 / 59
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"kv_heads": 4}),
+    "llama-grouped": ("llama", {"kv_heads": 2, "attention_bias": True, "mlp_bias": True}),
+    "llama-one-kv-head": ("llama", {"kv_heads": 1, "tie_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": 5}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gpt2": ("gpt2", {}),
+    "bloom": ("bloom", {}),
+}
+
+
+def open_axis(*, sequence: bool) -> TensorAxis:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = World(rank=rank, size=size, local_rank=rank, local_size=size, node=0)
+    return TensorAxis(world_comm(world, timeout_s=30), sequence=sequence)
+
+
+def part_of(spec: TensorSpec, full: Tensor, axis: TensorAxis) -> Tensor:
+    """What this rank holds of a tensor; several tensors side by side have a dim of their own before the cut one."""
+    if not isinstance(spec.placement, Shard):
+        return full
+    dim, packs = spec.placement.dim, spec.placement.packs
+    ranges = held_ranges(spec.placement, spec.shape, degree=axis.size, rank=axis.rank)
+    parts = [full.narrow(dim, low, high - low) for low, high in ranges]
+    return torch.stack(parts, dim) if packs > 1 else parts[0]
+
+
+def cut(decoder: Decoder, axis: TensorAxis) -> None:
+    """Gives a decoder this rank's parts of its own parameters."""
+    for unit, spec in zip(decoder.units(), unit_specs(decoder.shape), strict=True):
+        for t in spec.tensors:
+            owner, _, name = t.local.rpartition(".")
+            own = part_of(t, unit.get_parameter(t.local).detach(), axis).clone()
+            setattr(unit.get_submodule(owner), name, nn.Parameter(own))
+    decoder.set_axis(axis)
+
+
+def copies(spec: TensorSpec, grad: Tensor, axis: TensorAxis) -> Tensor:
+    """The gradient of the tensor's part, summed over the ranks whose gradients of it are partial."""
+    if isinstance(spec.placement, Shard):
+        parts = spec.placement.parts
+        if parts is None or parts >= axis.size:
+            return grad
+        each = axis.size // parts
+        rows = [torch.empty_like(grad) for _ in range(axis.size)]
+        dist.all_gather(rows, grad.contiguous())
+        first = axis.rank // each * each
+        return torch.stack(rows[first : first + each]).sum(0)
+    if axis.sequence or "_norm" in spec.local.split(".")[1]:
+        dist.all_reduce(grad)
+    return grad
+
+
+def gradients(
+    decoder: Decoder,
+    axis: TensorAxis | None,
+    key: DropoutKey | None,
+    deferral: Deferral | None = None,
+    length: int = 32,
+) -> tuple[Tensor, list[list[Tensor]]]:
+    """Losses and every unit's gradients, the way a stage makes them."""
+    tokens, targets, positions = batch(decoder.shape, length=length)
+    embed, *blocks, head = decoder.units()
+    x = None
+    trail: list[tuple[Tensor | None, Tensor]] = [(None, embed(tokens, positions, key))]
+    for block in blocks:
+        x = trail[-1][1].detach().requires_grad_()
+        trail.append((x, block(x, positions, None, key)))
+    x = trail[-1][1].detach().requires_grad_()
+    objective, losses = head(x, targets, SCALE)
+    trail.append((x, objective))
+    if axis is not None and axis.sequence:
+        assert x.shape == (tokens.numel() // axis.size, decoder.shape.hidden)
+    dy, grads = None, []
+    for unit, (x, y) in zip(reversed(decoder.units()), reversed(trail), strict=True):
+        inputs, leaves = [] if x is None else [x], list(unit.parameters())
+        if deferral is not None:
+            deferral.active = True
+        got = torch.autograd.grad(y, [*inputs, *leaves], dy, allow_unused=True)
+        dy, own = got[0] if inputs else None, got[len(inputs) :]
+        if deferral is not None:
+            deferral.active = False
+            later = deferral.take().run()
+            own = [later[id(leaf)] if g is None else g for leaf, g in zip(leaves, own, strict=True)]
+        grads.append(list(own))
+    return losses, grads[::-1]
+
+
+def compare(
+    family: str,
+    changes: dict[str, Any],
+    sequence: bool,
+    options: dict[str, float],
+    *,
+    recompute: bool = False,
+    deferred: bool = False,
+) -> list[list[float]]:
+    """Asserts that this rank's losses and gradients are its parts of one process's; returns the losses."""
+    torch.set_num_threads(1)
+    shape = shape_of(family, **changes)
+    axis = open_axis(sequence=sequence)
+    key = KEY if "dropout" in options else None
+    losses, grads = gradients(initialised(shape, **options), None, key)
+    decoder = initialised(shape, **options)
+    cut(decoder, axis)
+    decoder.recompute_activations(recompute)
+    deferral = Deferral() if deferred else None
+    decoder.set_deferral(deferral)
+    ours, parts = gradients(decoder, axis, key, deferral)
+    torch.testing.assert_close(ours, losses, rtol=0, atol=1e-12)
+    for unit, spec, want, have in zip(decoder.units(), unit_specs(shape), grads, parts, strict=True):
+        by_name = {n: (w, h) for (n, _), w, h in zip(unit.named_parameters(), want, have, strict=True)}
+        for t in spec.tensors:
+            full, own = by_name[t.local]
+            message = f"{spec.name} {t.local}"
+            torch.testing.assert_close(
+                copies(t, own, axis),
+                part_of(t, full, axis),
+                rtol=0,
+                atol=1e-12,
+                msg=lambda m, at=message: f"{at}: {m}",
+            )
+    return ours.tolist()
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_equal_one_process(case, degree, sequence):
+    values = run_ranks(degree, compare, *CASES[case], sequence, {})
+    assert all(value == values[0] for value in values)  # equal bits on all ranks
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("case", ["llama-grouped", "gpt2", "bloom"])
+def test_dropout_masks_are_those_of_one_process(case, degree, sequence):
+    run_ranks(degree, compare, *CASES[case], sequence, {"dropout": 0.2, "attention_dropout": 0.3})
+
+
+@pytest.mark.parametrize("vocab", [5, 9, 130, 131])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_any_vocabulary_is_dealt_out_even_if_a_rank_gets_none_of_it(vocab, smoothing):
+    """5 over 4 ranks: 2, 2, 1 and 0 rows."""
+    run_ranks(4, compare, "gpt2", {"vocab": vocab}, False, {"label_smoothing": smoothing})
+    run_ranks(4, compare, "llama", {"vocab": vocab}, True, {"label_smoothing": smoothing})
