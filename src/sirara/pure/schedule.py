@@ -79,19 +79,6 @@ class Schedule:
         """The stages of one rank, ascending: its chunks."""
         return tuple(s for s in range(self.stages) if self.rank_of(s) == rank)
 
-    def arrivals(self, rank: int) -> dict[int, tuple[Action, ...]]:
-        """Per peer the receives of `rank` in the order in which that peer sends.
-
-        For transports without tags, which match the messages of a pair by their order.
-        """
-        found: dict[int, tuple[Action, ...]] = {}
-        for peer, row in enumerate(self.rows):
-            receives = [receive_of(action) for action in row if action.kind in _RECEIVE_OF_SEND]
-            mine = tuple(action for action in receives if self.rank_of(action.stage) == rank)
-            if mine:
-                found[peer] = mine
-        return found
-
 
 _RECEIVE_OF_SEND = {
     Kind.SEND_FORWARD: (Kind.RECEIVE_FORWARD, 1),

@@ -94,18 +94,6 @@ def test_one_rank_transfers_nothing_and_1f1b_there_is_gradient_accumulation(name
         assert row(table, 0) == "F0 B0 F1 B1 F2 B2"
 
 
-def test_arrivals_are_the_receives_in_the_order_of_the_sender() -> None:
-    table = schedule("zb-v", ranks=2, chunks=2, microbatches=3)
-    by_kind = {
-        kind: [a.microbatch for a in table.arrivals(1)[0] if a.kind is kind]
-        for kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
-    }
-    assert by_kind == {Kind.RECEIVE_FORWARD: [0, 1, 2], Kind.RECEIVE_BACKWARD: [0, 1, 2]}
-    # Rank 0 sends its second stage's first dx before its fourth output would be due.
-    assert [str(a) for a in table.arrivals(1)[0]][:3] == ["RF0@1", "RF1@1", "RF2@1"]
-    assert set(table.arrivals(1)) == {0}
-
-
 def test_an_unknown_schedule_is_refused_with_the_known_ones() -> None:
     with pytest.raises(LayoutError, match="dualpipe") as caught:
         schedule("dualpipe", ranks=2, chunks=1, microbatches=2)
