@@ -77,7 +77,9 @@ def product(
     inner, least = a_MK.shape[1], min(a_MK.shape[0], b_KN.shape[1])
     step = inner
     if a_MK.device.type == "cpu" and a_MK.dtype not in _LOW and least >= 16 and inner and not _compiling():
-        step = -(-inner // -(-inner // max(256, 4 * least)))
+        # In float64 MKL begins to deal K out earlier, x @ x.T first.
+        longest = max(192, least) if a_MK.dtype == torch.float64 else max(256, 4 * least)
+        step = -(-inner // -(-inner // longest))
     first, second = a_MK[:, :step], b_KN[:step]
     if onto is not None:
         y_MN = onto.addmm_(first, second)
