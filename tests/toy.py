@@ -1,10 +1,22 @@
 """A small model of the user's own that fills the protocol of `parallelize`, from plain torch alone."""
 
+from dataclasses import replace
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from sirara.pure.families import Init, TensorSpec, UnitSpec
+from sirara.comm.world import World, connect_axes
+from sirara.mesh import Mesh, build_mesh
+from sirara.parallel.parallelize import Layout, Stage, parallelize
+from sirara.pure.families import Init, TensorSpec, UnitSpec, init_slice, with_frozen
 from sirara.pure.placement import REPLICATE
+from sirara.pure.schedule import chunks_of
+from sirara.pure.schedule import schedule as make_schedule
+from sirara.pure.split import split_units
+from sirara.pure.tree import Deal, deal
+from sirara.train.precision import precision_of
 
 VOCAB, HIDDEN, BLOCKS, LENGTH = 37, 56, 3, 6  # every rank of four owns elements, not padding alone
 
@@ -85,3 +97,57 @@ def specs(*, tied: bool) -> tuple[UnitSpec, ...]:
         tensors=(tensor("head", "weight", (VOCAB, HIDDEN), tied_to="embed" if tied else None),),
     )
     return (embed, *blocks, head)
+
+
+def assemble(
+    *,
+    zero: int = 1,
+    microbatches: int = 12,
+    block: int | str = "auto",
+    precision: str = "fp32",
+    tied: bool = True,
+    pp: int = 1,
+    schedule: str = "1f1b",
+    direct: bool = True,
+    frozen: tuple[str, ...] = (),
+    dtypes: dict[str, str] | None = None,
+    seed: int = 7,
+    **layout: Any,
+) -> tuple[Stage, Mesh, Deal]:
+    """The toy on the ranks of the current group, dp x pp of them, with its initial weights."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world = World(rank=rank, size=size, local_rank=rank, local_size=size, node=0)
+    mesh = build_mesh(world=size, rank=rank, pp=pp)
+    comms = connect_axes(
+        world, mesh.groups(), timeout_s=20, direct=direct
+    )
+    kind = precision_of(precision)
+    dealt = deal(microbatches, mesh.dp, block, max_k=0 if zero >= 2 else 3)
+    table = make_schedule(schedule, ranks=pp, chunks=chunks_of(schedule), microbatches=dealt.places)
+    units = with_frozen(specs(tied=tied), frozen)
+    if dtypes:
+        units = tuple(
+            replace(u, tensors=tuple(replace(t, dtype=dtypes.get(t.local)) for t in u.tensors)) for u in units
+        )
+    split = split_units(
+        [1.0] * len(units), table.stages, owners=[table.rank_of(s) for s in range(table.stages)]
+    )
+    stage = parallelize(
+        Toy(),
+        units,
+        Layout(
+            zero=zero,
+            deal=dealt,
+            schedule=table,
+            split=split,
+            hidden=HIDDEN,
+            weights=kind.weights,
+            sums=kind.sums,
+            **layout,
+        ),
+        comms=comms,
+        device=torch.device("cpu"),
+    )
+    stage.zero.initialise(lambda spec, a, b: torch.from_numpy(init_slice(spec, seed, a, b)))
+    return stage, mesh, dealt

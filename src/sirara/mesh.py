@@ -42,10 +42,17 @@ class Mesh:
         return [first + i * stride for i in range(getattr(self, axis))]
 
 
-    def groups(self, axis: str) -> list[list[int]]:
-        """All sets of ranks that differ on `axis` alone, in order of their first rank; every rank is in one."""
-        firsts = (self.at(rank) for rank in range(self.world))
-        return [mesh.peers(axis) for mesh in firsts if mesh.coordinate(axis) == 0]
+    def rank_at(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """The rank with these coordinates."""
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+
+    def groups(self) -> dict[str, list[list[int]]]:
+        """Per axis all sets of ranks that differ on it alone; "plane": all ranks of one pipeline stage."""
+        everyone = [self.at(rank) for rank in range(self.world)]
+        found = {axis: [m.peers(axis) for m in everyone if m.coordinate(axis) == 0] for axis in AXES}
+        size = self.world // self.pp
+        found["plane"] = [list(range(p * size, (p + 1) * size)) for p in range(self.pp)]
+        return found
 
     def at(self, rank: int) -> "Mesh":
         """The same mesh as another rank sees it."""

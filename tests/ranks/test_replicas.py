@@ -4,24 +4,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sirara.comm.world import World, world_comm
 from sirara.errors import CheckpointError
-from sirara.parallel.parallelize import Layout, parallelize
-from sirara.pure.families import init_slice
-from sirara.pure.tree import deal
 from sirara.train.state import Counters, TrainState
 from tests.harness import RankFailed, run_ranks
-from tests.toy import Toy, specs
+from tests.toy import assemble
 
 
 def compare(zero: int, what: str) -> bool:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    world = World(rank=rank, size=size, local_rank=rank, local_size=size, node=0)
-    comm = world_comm(world, timeout_s=20)
-    layout = Layout(zero=zero, deal=deal(2, size), weights=torch.float32, sums=torch.float32)
-    stage = parallelize(Toy(), specs(tied=True), layout, comm=comm, device=torch.device("cpu"))
-    stage.zero.initialise(lambda spec, a, b: torch.from_numpy(init_slice(spec, 7, a, b)))
-    state = TrainState(zero=stage.zero, comm=comm, state_names=("exp_avg",), counters=Counters())
+    rank = dist.get_rank()
+    stage, mesh, _ = assemble(zero=zero, microbatches=2)
+    state = TrainState(
+        stage=stage, mesh=mesh, state_names=lambda _: ("exp_avg",), counters=Counters()
+    )
     state.reset_optimizer()
     if rank == 1 and what == "weights":
         stage.zero.groups[1].weights_P.view(torch.int32)[3] ^= 1

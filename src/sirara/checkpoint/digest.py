@@ -7,13 +7,14 @@ sum knows no order, so each rank adds what it owns and the sums of ranks add up:
 whatever the layout.  docs/numerics.md has the definition byte by byte.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sirara.pure.layout import Box, box_runs
 from sirara.pure.rng import key_of, words
 
 TABLE = 65_536
@@ -59,6 +60,20 @@ def digest_slice(name: str, start: int, data: torch.Tensor) -> Digest:
     return _on_host(name, start, data.view(_SIGNED[data.element_size()]).numpy())
 
 
+def digest_boxes(name: str, shape: Sequence[int], boxes: Sequence[Box], data: torch.Tensor) -> Digest:
+    """The digest of some boxes of a tensor; data is 1-D: box after box, each in C order."""
+    total, at = Digest(), 0
+    for box in boxes:
+        part = data[at : at + box.volume]
+        at += box.volume
+        runs = box_runs(shape, box)
+        if len(runs) == 1:
+            total += digest_slice(name, runs[0][0], part)
+        elif runs:
+            total += _on_runs(name, np.array([start for start, _ in runs]), part.view(len(runs), -1))
+    return total
+
+
 def digest_of(parts: Iterable[tuple[str, int, torch.Tensor]]) -> Digest:
     """The joint digest of (name, start, data) parts."""
     return sum((digest_slice(*part) for part in parts), Digest())
@@ -83,6 +98,27 @@ def _on_host(name: str, start: int, data: NDArray[np.signedinteger]) -> Digest:
         for k in (0, 1):
             np.multiply(wide[:n], _A[k][at : at + n], out=product[:n])
             sums[k] += int(product[:n].sum(dtype=np.uint64)) * int(keys[k][block - first])
+    return Digest(sums[0] & _WORD, sums[1] & _WORD)
+
+
+def _on_runs(name: str, starts_R: NDArray[np.int64], data_RN: torch.Tensor) -> Digest:
+    """Runs of equal length in rows, run r from element starts[r] on."""
+    width, sums = data_RN.element_size(), [0, 0]
+    mask = (1 << (8 * width)) - 1
+    first, last = int(starts_R[0]) // TABLE, (int(starts_R[-1]) + data_RN.shape[1] - 1) // TABLE + 1
+    keys = [torch.from_numpy(c.view(np.int64)).to(data_RN.device) for c in _keys(name, first, last)]
+    tables = [torch.from_numpy(a.view(np.int64)).to(data_RN.device) for a in _A]
+    starts = torch.from_numpy(starts_R).to(data_RN.device)
+    within = torch.arange(data_RN.shape[1], device=data_RN.device)
+    step = max(1, TABLE // data_RN.shape[1])
+    for low in range(0, len(starts_R), step):
+        at = starts[low : low + step, None] + within
+        wide = data_RN[low : low + step].view(_SIGNED[width]).to(torch.int64)
+        if width < 8:
+            wide = wide & mask
+        for k in (0, 1):
+            factors = tables[k][at & (TABLE - 1)] * keys[k][(at >> 16) - first]
+            sums[k] += int((wide * factors).sum())
     return Digest(sums[0] & _WORD, sums[1] & _WORD)
 
 

@@ -13,7 +13,6 @@ import ctypes
 import hashlib
 import os
 import platform
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from sirara.comm.alarm import Patience
 from sirara.comm.group import Comm
 from sirara.errors import CommError, CommTimeout, InvariantError
 
@@ -32,8 +32,6 @@ TAGS = 8192
 
 _POSTS, _ADDRESS, _BYTES, _TAKEN = range(4)
 _MAGIC = 0x53697261726121
-_SPINS = 50
-_NAP_S = 50e-6
 
 
 class _Iovec(ctypes.Structure):
@@ -85,6 +83,9 @@ class DirectLink:
         peers: Sequence[tuple[int, int]],
     ) -> None:
         self.comm, self._function, self.board, self.peers = comm, function, board, peers
+        # Made once: building them costs more than the call.  So a link belongs to one thread.
+        self._local, self._remote = _Iovec(), _Iovec()
+        self._to, self._from = ctypes.byref(self._local), ctypes.byref(self._remote)
 
     def carries(self, tag: int, tensors: Sequence[Tensor]) -> bool:
         """Whether an exchange can go this way; both sides of it answer alike."""
@@ -116,22 +117,35 @@ class DirectLink:
 
     def fetch(self, peer: int, address: int, tensor: Tensor) -> None:
         """Fills a tensor from a peer's memory."""
-        if not self._read(peer, address, tensor.data_ptr(), tensor.numel() * tensor.element_size()):
+        self.copy(peer, address, tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+    def copy(self, peer: int, source: int, target: int, length: int) -> None:
+        """Copies `length` bytes of a peer's memory to this process's address `target`."""
+        if not self._read(peer, source, target, length):
             raise self._gone(peer)
 
     def _read(self, peer: int, source: int, target: int, length: int) -> bool:
-        # The kernel may transfer less than was asked for.
-        done = 0
-        while done < length:
-            local, remote = _Iovec(target + done, length - done), _Iovec(source + done, length - done)
-            got = self._function(self.peers[peer][0], ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        local, remote = self._local, self._remote
+        while length > 0:
+            local.base, remote.base, local.length, remote.length = target, source, length, length
+            got = self._function(self.peers[peer][0], self._to, 1, self._from, 1, 0)
             if got <= 0:
                 return False
-            done += got
+            # The kernel may transfer less than was asked for.
+            target, source, length = target + got, source + got, length - got
         return True
 
+    def silent(self, peer: int) -> CommTimeout:
+        """The error of a wait that took too long."""
+        return CommTimeout(
+            f"rank {self.comm.ranks[peer]} did not answer within {self.comm.timeout_s:g} s",
+            where=f"rank {self.comm.ranks[self.comm.rank]}",
+            try_=["look at the log of that rank", "launch.hang_timeout=30m"],
+        )
+
     def _gone(self, peer: int) -> CommError:
-        return CommError(
+        told = self.comm.alarm.look() if self.comm.alarm is not None else None
+        return told or CommError(
             f"a peer left: rank {self.comm.ranks[peer]}",
             code="SR701",
             where=f"rank {self.comm.ranks[self.comm.rank]}",
@@ -150,11 +164,10 @@ class DirectTransfer:
 
     def wait(self) -> None:
         """Reads what was sent to this rank, then waits until the peers have read what it sent."""
-        deadline = time.monotonic() + self.link.comm.timeout_s
         board, ranks = self.link.board, self.link.comm.ranks
         for peer, tensor in self.receives:
             taken = board[self.tag, peer, _TAKEN]
-            self._poll(peer, deadline, lambda e, taken=taken: e[_POSTS] > taken)
+            self._poll(peer, lambda e, taken=taken: e[_POSTS] > taken)
             # One copy of the entry may mix two moments; this one begins after the post, which stays until taken.
             entry = self.link.entry(self.tag, peer)
             expected = tensor.numel() * tensor.element_size()
@@ -167,18 +180,11 @@ class DirectTransfer:
             board[self.tag, peer, _TAKEN] = taken + 1
         for peer, _ in self.sends:
             posted = board[self.tag, peer, _POSTS]
-            self._poll(peer, deadline, lambda e, posted=posted: e[_TAKEN] >= posted)
+            self._poll(peer, lambda e, posted=posted: e[_TAKEN] >= posted)
         self.sends, self.receives = (), ()
 
-    def _poll(self, peer: int, deadline: float, done: Condition) -> np.ndarray:
-        spins = 0
-        while not done(entry := self.link.entry(self.tag, peer)):
-            spins += 1
-            if spins > _SPINS:
-                time.sleep(_NAP_S)
-                if time.monotonic() > deadline:
-                    raise CommTimeout(
-                        f"rank {self.link.comm.ranks[peer]} did not answer within {self.link.comm.timeout_s:g} s",
-                        try_=["look at the log of that rank", "launch.hang_timeout=30m"],
-                    )
-        return entry
+    def _poll(self, peer: int, done: Condition) -> None:
+        patience = Patience(self.link.comm.timeout_s, self.link.comm.alarm)
+        while not done(self.link.entry(self.tag, peer)):
+            if not patience.pause():
+                raise self.link.silent(peer)

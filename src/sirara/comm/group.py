@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from sirara.comm.alarm import Alarm
 from sirara.errors import CommError, CommTimeout
 
 Tensor = torch.Tensor
@@ -70,6 +71,7 @@ class Comm:
 
     Attributes:  bytes_sent: payload bytes that this rank has sent so far.
                  trace: the last calls, newest last, for the report of a hang.
+                 alarm: tells of failures on other ranks, where there is one.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Comm:
         self.group = group
         self.timeout_s = timeout_s
         self.link: Link | None = None
+        self.alarm: Alarm | None = None
         self.bytes_sent = 0
         self.trace: deque[tuple[float, str]] = deque(maxlen=64)
 
@@ -99,7 +102,7 @@ class Comm:
         """
         tensors = tuple(t for _, t in (*sends, *receives))
         transfer = Transfer(self, what, keep=tensors)
-        self._note(what, sum(t.numel() * t.element_size() for _, t in sends))
+        self.note(what, sum(t.numel() * t.element_size() for _, t in sends))
         with self.translate(what):
             if not tensors:
                 return transfer
@@ -121,7 +124,7 @@ class Comm:
         if self.size == 1 or not parts:
             return Transfer(self, what)
         if full_P.is_cuda:
-            self._note(what, parts[self.rank].numel() * full_P.element_size() * (self.size - 1))
+            self.note(what, parts[self.rank].numel() * full_P.element_size() * (self.size - 1))
             with self.translate(what):
                 work = _all_gather(full_P, parts[self.rank], group=self.group, async_op=True)
             return Transfer(self, what, [work] if work else (), (full_P,))
@@ -135,7 +138,7 @@ class Comm:
         if self.size == 1:
             return row_N.unsqueeze(0)
         out = row_N.new_empty(self.size * row_N.numel())
-        self._note(what, row_N.numel() * row_N.element_size() * (self.size - 1))
+        self.note(what, row_N.numel() * row_N.element_size() * (self.size - 1))
         with self.translate(what):
             _all_gather(out, row_N.contiguous(), group=self.group)
         return out.view(self.size, -1)
@@ -145,11 +148,12 @@ class Comm:
 
         Bits depend on the layout: only `numerics: fast` calls it.
         """
-        self._note(what, full_P.numel() * full_P.element_size())
+        self.note(what, full_P.numel() * full_P.element_size())
         with self.translate(what):
             _reduce_scatter(out_S, full_P, group=self.group)
 
-    def _note(self, what: str, sent_bytes: int) -> None:
+    def note(self, what: str, sent_bytes: int) -> None:
+        """Counts bytes that this rank sends and keeps the call for the report of a hang."""
         self.bytes_sent += sent_bytes
         self.trace.append((time.monotonic(), what))
 
@@ -162,6 +166,9 @@ class Comm:
             text = str(error)
             where = f"{what}, rank {self.ranks[self.rank]} of group {self.ranks}"
             if any(word in text for word in SECONDARY):
+                told = self.alarm.look() if self.alarm is not None else None
+                if told is not None:
+                    raise told from error
                 raise CommError(f"a peer left during {what}", code="SR701", where=where, why=text) from error
             if "imed out" in text or "imeout" in text:
                 raise CommTimeout(

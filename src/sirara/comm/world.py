@@ -1,12 +1,13 @@
 """Which process this is, and joining and leaving the others."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from sirara.comm.alarm import Alarm
 from sirara.comm.direct import open_direct_link
 from sirara.comm.group import Comm
 from sirara.errors import CommError, ConfigError
@@ -70,32 +71,34 @@ def disconnect() -> None:
 
 
 def world_comm(world: World, *, timeout_s: float, direct: bool = True) -> Comm:
-    """The group of all ranks.
+    """The group of all ranks, with the alarm that tells of failures on other ranks.
 
     Args:  direct: let ranks of one machine read each other's memory where the system allows it (comm/direct.py).
     """
     group = dist.group.WORLD if dist.is_initialized() else None
-    return _linked(Comm(range(world.size), world.rank, group=group, timeout_s=timeout_s), direct)
+    comm = Comm(range(world.size), world.rank, group=group, timeout_s=timeout_s)
+    if dist.is_initialized():
+        comm.alarm = Alarm(dist.distributed_c10d._get_default_store(), world.rank)
+    return _linked(comm, direct)
 
 
-def axis_comm(
-    world: World, groups: Sequence[Sequence[int]], *, timeout_s: float, direct: bool = True
-) -> Comm:
+def axis_comm(everyone: Comm, groups: Sequence[Sequence[int]], *, direct: bool = True) -> Comm:
     """The one of `groups` that holds this rank.  Collective: every rank calls it with the same groups, all of them.
 
     groups: disjoint, together all ranks.
     """
-    mine = None
+    mine, rank = None, everyone.rank
     for ranks in groups:
         group = None
-        if len(ranks) == world.size and dist.is_initialized():
-            group = dist.group.WORLD
+        if len(ranks) == everyone.size and everyone.size > 1:
+            group = everyone.group
         elif len(ranks) > 1:
-            group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
-        if world.rank in ranks:
-            mine = Comm(ranks, world.rank, group=group, timeout_s=timeout_s)
+            group = dist.new_group(list(ranks), timeout=timedelta(seconds=everyone.timeout_s))
+        if rank in ranks:
+            mine = Comm(ranks, rank, group=group, timeout_s=everyone.timeout_s)
     if mine is None:
-        raise CommError(f"rank {world.rank} is in none of the groups {[list(r) for r in groups]}")
+        raise CommError(f"rank {rank} is in none of the groups {[list(r) for r in groups]}")
+    mine.alarm = everyone.alarm
     return _linked(mine, direct)
 
 
@@ -103,3 +106,39 @@ def _linked(comm: Comm, direct: bool) -> Comm:
     if direct and comm.size > 1 and dist.get_backend() == "gloo":
         comm.link = open_direct_link(comm)
     return comm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comms:
+    """This rank's groups, one per purpose: exchanges of one purpose never meet those of another.
+
+    dp, tp, pp: the ranks that differ on that axis alone; `copies` are the tp ranks again, for gradients of replicated
+    weights, `ties` the pp ranks again, for weights that two stages use; `plane` are all ranks of a pipeline stage.
+    """
+
+    world: Comm
+    dp: Comm
+    tp: Comm
+    pp: Comm
+    copies: Comm
+    ties: Comm
+    plane: Comm
+
+
+def connect_axes(
+    world: World,
+    groups: Mapping[str, Sequence[Sequence[int]]],
+    *,
+    timeout_s: float,
+    direct: bool = True,
+) -> Comms:
+    """All groups of one attempt, made once.  Collective.
+
+    groups: per axis ("dp", "tp", "pp"), and for "plane", all sets of ranks, the same on every rank.
+    """
+    everyone = world_comm(world, timeout_s=timeout_s, direct=direct)
+    kinds = {"dp": "dp", "tp": "tp", "pp": "pp", "copies": "tp", "ties": "pp", "plane": "plane"}
+    return Comms(
+        world=everyone,
+        **{name: axis_comm(everyone, groups[kind], direct=direct) for name, kind in kinds.items()},
+    )

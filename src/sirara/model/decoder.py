@@ -72,6 +72,12 @@ class Decoder(nn.Module):
             own = slice(axis.rank * heads, (axis.rank + 1) * heads)
             self.mask.keep_heads(alibi_slopes(self.shape.heads)[own])
 
+    def split_backward(self) -> Deferral:
+        """Lets backward be split in two by what it returns (zero-bubble schedules)."""
+        deferral = Deferral()
+        self.set_deferral(deferral)
+        return deferral
+
     def set_deferral(self, deferral: Deferral | None) -> None:
         """Lets linear layers leave their weight gradients to `deferral` while it is active."""
         for wiring in self.wirings:

@@ -8,16 +8,21 @@ blocks with one hidden state in and out, a head with the loss), and per unit the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
 
-from sirara.comm.group import Comm
-from sirara.parallel.stage import Stage
+from sirara.comm.mail import Mail
+from sirara.comm.world import Comms
+from sirara.errors import ConfigError, LayoutError
+from sirara.parallel.pipeline import Hidden, Pipeline
+from sirara.parallel.stage import Chunk
+from sirara.parallel.tensor import TensorAxis
 from sirara.parallel.zero import Zero
 from sirara.pure.families import UnitSpec
-from sirara.pure.groups import flat_groups
+from sirara.pure.groups import Group, flat_groups
+from sirara.pure.schedule import SPLIT_BACKWARD, Kind, Schedule
 from sirara.pure.tree import Deal
 
 
@@ -29,6 +34,10 @@ class Trainable(Protocol):
         block(x_BLD, positions_BL, documents_BL, key) -> x_BLD
         head(x_BLD, targets_BL, scale) -> (objective, losses_BL)       the objective's gradient is that of
                                                                        scale * sum(losses_BL)
+
+    What only some models can do is asked for by name: `set_axis(axis)` to compute with parts of its matrices
+    (tensor parallelism), `split_backward()` to put weight gradients off (zero-bubble schedules; without it the input
+    half of backward does all the work), `recompute_activations(True)` to keep less (selective recompute).
     """
 
     def units(self) -> list[nn.Module]: ...
@@ -36,34 +45,164 @@ class Trainable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """All that parallelize may decide by; none of it changes what is computed, but for `fast`."""
+    """All that parallelize may decide by; none of it changes what is computed, but for `fast` and tensor parallelism.
+
+    split: the units of each stage.  hidden: features of the state between units.  recompute: or the number of blocks of each stage that are run again.
+    sequence: sequence parallelism.  keep: ZeRO 3 gathers once per step.
+    """
 
     zero: int
     deal: Deal
+    schedule: Schedule
+    split: Sequence[range]
+    hidden: int
     weights: torch.dtype
     sums: torch.dtype
+    sequence: bool = False
+    keep: bool = False
+    recompute: Literal["none", "selective", "full"] | int = "none"
     compile: bool = False
     fast: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What one rank has of the model: its chunks, their flat groups, and the pipeline that runs them.
+
+    groups: per tp rank all flat groups of the model, as every rank knows them.
+    homes: unit -> pipeline rank.  order: units in the order in which a step uses their weights.
+    """
+
+    chunks: dict[int, Chunk]
+    zero: Zero
+    pipeline: Pipeline
+    comms: Comms
+    groups: tuple[tuple[Group, ...], ...]
+    homes: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @property
+    def loss_rank(self) -> int:
+        """The pipeline rank that has the losses."""
+        return self.homes[-1]
+
+
 def parallelize(
-    model: Trainable, specs: Sequence[UnitSpec], layout: Layout, *, comm: Comm, device: torch.device
+    model: Trainable, specs: Sequence[UnitSpec], layout: Layout, *, comms: Comms, device: torch.device
 ) -> Stage:
-    """The model as one stage of flat groups, ready to be initialised or loaded."""
-    units = model.units()
+    """The model as this rank's chunks of flat groups, ready to be initialised or loaded.
+
+    Raises:  LayoutError or ConfigError when the model cannot do what the layout asks for.
+    """
+    units, schedule = model.units(), layout.schedule
+    homes = _homes(layout, len(units))
+    mine = {
+        stage: {unit: units[unit] for unit in layout.split[stage]}
+        for stage in schedule.stages_of(comms.pp.rank)
+    }
+    local = {unit: module for part in mine.values() for unit, module in part.items()}
+
+    if comms.tp.size > 1:
+        _able(model, "set_axis", "tensor parallelism")(TensorAxis(comms.tp, sequence=layout.sequence))
+
+    deferral = None
+    if schedule.name in SPLIT_BACKWARD and hasattr(model, "split_backward"):
+        deferral = model.split_backward()  # pyright: ignore[reportAttributeAccessIssue]
+    if layout.recompute == "selective":
+        _able(model, "recompute_activations", "selective recompute")(True)
+
+    if layout.compile:
+        # In place: names of submodules and parameters stay what they are, so checkpoints do too.
+        for unit in sorted(local.keys() - {0, len(units) - 1}):
+            local[unit].compile(dynamic=False)
+
+    groups = tuple(
+        flat_groups(specs, tp=comms.tp.size, tp_rank=t, sequence=layout.sequence) for t in range(comms.tp.size)
+    )
     zero = Zero(
-        units,
-        flat_groups(specs),
-        comm=comm,
+        local,
+        groups[comms.tp.rank],
+        comms=comms,
+        home=homes.__getitem__,
         deal=layout.deal,
         stage=layout.zero,
         dtype=layout.weights,
         sum_dtype=layout.sums,
         device=device,
         fast=layout.fast,
+        keep=layout.keep,
     )
-    if layout.compile:
-        # In place: names of submodules and parameters stay what they are, so checkpoints do too.
-        for block in units[1:-1]:
-            block.compile(dynamic=False)
-    return Stage(units, zero)
+    chunks = {
+        stage: Chunk(
+            stage,
+            part,
+            zero,
+            model_units=len(units),
+            recompute=_recomputed(layout, part, len(units)),
+            deferral=deferral,
+        )
+        for stage, part in mine.items()
+    }
+    pipeline = Pipeline(
+        chunks,
+        schedule,
+        Mail(comms.pp, device=device) if comms.pp.size > 1 else None,
+        rank=comms.pp.rank,
+        hidden=Hidden(
+            size=layout.hidden, dtype=layout.weights, shards=comms.tp.size if layout.sequence else 0
+        ),
+        alarm=comms.world.alarm,
+    )
+    return Stage(
+        chunks=chunks,
+        zero=zero,
+        pipeline=pipeline,
+        comms=comms,
+        groups=groups,
+        homes=homes,
+        order=_order(layout, chunks, comms.pp.rank),
+    )
+
+
+def _homes(layout: Layout, units: int) -> tuple[int, ...]:
+    """Unit -> pipeline rank; the split covers every unit once, in order."""
+    covered = [unit for part in layout.split for unit in part]
+    if covered != list(range(units)) or len(layout.split) != layout.schedule.stages:
+        raise LayoutError(
+            f"{len(layout.split)} stages hold the units {covered}",
+            why=f"the model has {units} units and the schedule {layout.schedule.stages} stages",
+        )
+    return tuple(layout.schedule.rank_of(stage) for stage, part in enumerate(layout.split) for _ in part)
+
+
+def _recomputed(layout: Layout, part: dict[int, nn.Module], units: int) -> list[int]:
+    """The units of a stage whose forward runs again in backward: blocks alone."""
+    blocks = [unit for unit in part if 0 < unit < units - 1]
+    if isinstance(layout.recompute, int):
+        return blocks[: layout.recompute]
+    return blocks if layout.recompute == "full" else []
+
+
+def _order(layout: Layout, chunks: dict[int, Chunk], rank: int) -> tuple[int, ...]:
+    """Units in the order in which one step of this rank uses their weights; weight gradients need none."""
+    order: list[int] = []
+    for action in layout.schedule.rows[rank]:
+        if action.kind == Kind.FORWARD:
+            order += chunks[action.stage].units
+        elif action.kind in (Kind.BACKWARD, Kind.INPUT):
+            order += reversed(chunks[action.stage].units)
+    return tuple(order)
+
+
+def _able(model: Trainable, method: str, what: str):  # noqa: ANN202 - the method's own type
+    """The model's method of that name.
+
+    Raises:  ConfigError when it has none.
+    """
+    found = getattr(model, method, None)
+    if found is None:
+        raise ConfigError(
+            f"{type(model).__name__} cannot do {what}: it has no method {method}",
+            try_=["leave the option out", f"give the model a method {method}"],
+        )
+    return found

@@ -4,7 +4,8 @@
     exchange   when a block is complete, the owner of each shard receives the partial sums of the round's other blocks
     shard      the owner adds them in block order on a binary counter of shard-size buffers
 
-All of it is started by `add`, as backward reaches the group, and finished by `finish`; in between data travels.
+All of it is started by `add`, as backward reaches the group, and finished by `finish`; in between data travels.  A rank
+that has no microbatch where its peers have one says `skip`, so that rounds begin and end at the same places everywhere.
 Shape letters: P elements of the padded group, S = P / dp elements of a shard.
 """
 
@@ -125,6 +126,7 @@ class GradientSum:
 
     Args:  leaf_dtype: dtype of gradients as autograd gives them.  dtype: dtype of sums.
            tag: tells the exchanges of different uses apart; the same on all ranks.
+           lean: between microbatches hold the shard alone (ZeRO 2 and 3); whoever calls completes rounds early.
     """
 
     def __init__(
@@ -138,8 +140,10 @@ class GradientSum:
         dtype: torch.dtype,
         pool: Pool,
         tag: int,
+        lean: bool = False,
     ) -> None:
         self.name, self.group, self.comm, self.deal, self.tag = name, group, comm, deal, tag
+        self.lean = lean
         self.shard_numel = group.shard_numel(comm.size)
         self.numel = self.shard_numel * comm.size
         self.pool = pool
@@ -147,69 +151,36 @@ class GradientSum:
         self.buffer_dtype = leaf_dtype if deal.k == 0 and comm.size > 1 else dtype
         self.local = TreeSum(dtype, pool)
         self.shard = TreeSum(dtype, pool)
+        self.places = 0
         self.rounds_begun = 0
         self.pending: Round | None = None
         ends = [0, *(slot.start + slot.numel for slot in group.slots)]
         starts = [*(slot.start for slot in group.slots), self.numel]
         self.gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
-    def add(self, microbatch: int, grads: Sequence[Tensor | None]) -> None:
-        """Adds one microbatch, in ascending order; a complete block starts its exchange.
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        """Adds this rank's next microbatch, in ascending order; a complete block starts its exchange.
 
-        Args:  grads: one per slot of the group; None where the unit did not use the parameter.
+        Args:  grads: one per leaf of the group; None where the unit did not use the parameter.
         """
         entries = self.local.entries
         if entries and entries[-1].level == 0:
             # Adding into the leaf that waits for its sibling saves a buffer and a pass over memory.
             top = entries.pop()
-            targets = self._views(top.tensor)
-            used = [(t, g) for t, g in zip(targets, grads, strict=True) if g is not None]
-            torch._foreach_add_([t for t, _ in used], [g for _, g in used])
+            self._add_onto(top.tensor, grads)
             self.local.push(1, top.tensor, owned=True)
         else:
-            buffer = self.pool.take(self.numel, self.buffer_dtype)
-            for start, stop in self.gaps:
-                buffer[start:stop].zero_()
-            targets = self._views(buffer)
-            for target, grad in zip(targets, grads, strict=True):
-                target.zero_() if grad is None else target.copy_(grad)
-            self.local.push(0, buffer, owned=True)
-        block = microbatch >> self.deal.k
-        if microbatch == self.deal.block(block)[-1]:
+            self.local.push(0, self._laid_out(grads, self.buffer_dtype), owned=True)
+        self.skip()
+
+    def skip(self) -> None:
+        """Passes a place, with a microbatch just added or without one."""
+        self.places += 1
+        if self.deal.closes(self.places - 1):
             self._begin_round(self.local.fold())
 
-    def join_last_round(self) -> None:
-        """Takes part in a last round in which this rank has no block: it receives and adds nothing of its own."""
-        while self.rounds_begun < self.deal.rounds:
-            self._begin_round(None)
-
-    def finish(self) -> Tensor:
-        """This rank's shard [S] of the sum over all microbatches; the caller gives it back to the pool."""
-        self.join_last_round()
-        self._complete_round()
-        self.rounds_begun = 0
-        return self.shard.total(self.shard_numel)
-
-    def _views(self, buffer: Tensor) -> list[Tensor]:
-        return [buffer[s.start : s.start + s.numel].view(s.tensor.shape) for s in self.group.slots]
-
-    def _begin_round(self, partial: Entry | None) -> None:
-        self._complete_round()
-        senders = self.deal.senders(self.rounds_begun)
-        self.rounds_begun += 1
-        rank, size, part = self.comm.rank, self.comm.size, self.shard_numel
-        if size == 1 and partial is not None:
-            self.shard.push(self.deal.k, partial.tensor, owned=True)
-            return
-        sends = []
-        if partial is not None:
-            peers = [(rank + i) % size for i in range(1, size)]
-            sends = [(p, partial.tensor[p * part : (p + 1) * part]) for p in peers]
-        received = {p: self.pool.take(part, self.buffer_dtype) for p in range(senders) if p != rank}
-        transfer = self.comm.exchange(f"reduce {self.name}", sends, list(received.items()), tag=self.tag)
-        self.pending = Round(transfer, partial, received, senders)
-
-    def _complete_round(self) -> None:
+    def complete(self) -> None:
+        """Ends the exchange in flight, if there is one."""
         if self.pending is None:
             return
         done, self.pending = self.pending, None
@@ -226,35 +197,78 @@ class GradientSum:
         if done.partial is not None:
             self.pool.give(done.partial.tensor)
 
+    def finish(self) -> Tensor:
+        """This rank's shard [S] of the sum over all microbatches; the caller gives it back to the pool."""
+        self.complete()
+        self.places = self.rounds_begun = 0
+        return self.shard.total(self.shard_numel)
 
-class FastSum(GradientSum):
-    """`numerics: fast`: one buffer, microbatches added as they come, ranks added by the library."""
+    def _laid_out(self, grads: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+        buffer = self.pool.take(self.numel, dtype)
+        for start, stop in self.gaps:
+            buffer[start:stop].zero_()
+        for target, grad in zip(self._views(buffer), grads, strict=True):
+            target.zero_() if grad is None else target.copy_(grad)
+        return buffer
 
-    def add(self, microbatch: int, grads: Sequence[Tensor | None]) -> None:
-        if not self.local.entries:
-            buffer = self.pool.take(self.numel, self.local.dtype)
-            for start, stop in self.gaps:
-                buffer[start:stop].zero_()
-            for target, grad in zip(self._views(buffer), grads, strict=True):
-                target.zero_() if grad is None else target.copy_(grad)
-            self.local.push(0, buffer, owned=True)
-            return
-        used = [
-            (t, g)
-            for t, g in zip(self._views(self.local.entries[0].tensor), grads, strict=True)
-            if g is not None
-        ]
+    def _add_onto(self, buffer: Tensor, grads: Sequence[Tensor | None]) -> None:
+        used = [(t, g) for t, g in zip(self._views(buffer), grads, strict=True) if g is not None]
         torch._foreach_add_([t for t, _ in used], [g for _, g in used])
 
-    def join_last_round(self) -> None:
-        return
+    def _views(self, buffer: Tensor) -> list[Tensor]:
+        return [buffer.as_strided(leaf.size, leaf.stride, leaf.start) for leaf in self.group.leaves]
+
+    def _begin_round(self, partial: Entry | None) -> None:
+        self.complete()
+        senders = self.deal.senders(self.rounds_begun)
+        self.rounds_begun += 1
+        rank, size, part = self.comm.rank, self.comm.size, self.shard_numel
+        if size == 1:
+            if partial is not None:
+                self.shard.push(self.deal.k, partial.tensor, owned=True)
+            return
+        sends = []
+        if partial is not None:
+            peers = [(rank + i) % size for i in range(1, size)]
+            sends = [(p, partial.tensor[p * part : (p + 1) * part]) for p in peers]
+        received = {p: self.pool.take(part, self.buffer_dtype) for p in range(senders) if p != rank}
+        transfer = self.comm.exchange(f"reduce {self.name}", sends, list(received.items()), tag=self.tag)
+        self.pending = Round(transfer, partial, received, senders)
+
+
+class FastSum(GradientSum):
+    """`numerics: fast`: one buffer, microbatches added as they come, ranks added by the library.
+
+    Lean, every microbatch is reduced at once into the shard.
+    """
+
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        if self.local.entries:
+            self._add_onto(self.local.entries[0].tensor, grads)
+        else:
+            self.local.push(0, self._laid_out(grads, self.local.dtype), owned=True)
+        self.skip()
+
+    def skip(self) -> None:
+        self.places += 1
+        if self.lean and self.comm.size > 1:
+            shard_S = self._reduced()
+            if self.shard.entries:
+                self.shard.entries[0].tensor.add_(shard_S)
+                self.pool.give(shard_S)
+            else:
+                self.shard.push(0, shard_S, owned=True)
 
     def finish(self) -> Tensor:
-        full = self.local.total(self.numel)
+        self.places = 0
         if self.comm.size == 1:
-            return full
+            return self.local.total(self.numel)
+        return self.shard.total(self.shard_numel) if self.lean else self._reduced()
+
+    def _reduced(self) -> Tensor:
+        full_P = self.local.total(self.numel)
         # The caller gives the shard back to the pool, so it must come from there.
-        shard = self.pool.take(self.shard_numel, full.dtype)
-        self.comm.reduce_scatter_sum(f"reduce {self.name}", full, shard)
-        self.pool.give(full)
-        return shard
+        shard_S = self.pool.take(self.shard_numel, full_P.dtype)
+        self.comm.reduce_scatter_sum(f"reduce {self.name}", full_P, shard_S)
+        self.pool.give(full_P)
+        return shard_S

@@ -1,212 +1,385 @@
 """ZeRO over flat groups: who holds the weights, gradients and optimizer state of a group, and when they move.
 
-    stage 0   every rank updates the whole group; reduced gradients are gathered
-    stage 1   rank r updates shard r of dp; updated weights are gathered ("published")
+    stage   weights            gradient sums         optimizer state    moves over dp, per step
+    0       all                reduced shard, then   all                reduce, gather gradients
+                               all
+    1       all                reduced shard         shard              reduce, gather ("publish") weights
+    2       all                shard, from the       shard              reduce per microbatch, publish
+                               first microbatch on
+    3       shard              as in 2               shard              reduce and two gathers per microbatch
 
-    forward, backward    leaves of the units are views of `weights_P`
-    add                  gradients of one unit and microbatch go to the reduction of their groups
+    enter(unit)          before the unit computes: its weights may be read
+    add, skip            gradients of one unit and microbatch go to the reduction of their groups
     reduce               shard gradients [S], equal in bits for every stage and dp
     publish              after the update: weights travel while the next forward waits only for what it uses
 
 Shape letters: P elements of the padded group, S = P / dp elements of a shard, U elements that this rank updates.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import nn
 
-from sirara.comm.group import Comm, Transfer
+from sirara.comm.group import Transfer
+from sirara.comm.world import Comms
 from sirara.errors import InvariantError
 from sirara.parallel.reduce import FastSum, GradientSum, Pool
+from sirara.parallel.window import Window
 from sirara.pure.families import TensorSpec
-from sirara.pure.groups import Group
+from sirara.pure.groups import Group, Piece
 from sirara.pure.tree import Deal
 
 Tensor = torch.Tensor
 InitSlice = Callable[[TensorSpec, int, int], Tensor]
-"""(tensor, start, stop) -> its initial elements [start, stop), 1-D, of any float dtype."""
+"""(tensor, start, stop) -> its initial elements [start, stop) in C order, 1-D, of any float dtype."""
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_SLAB = 1 << 20
+"""Elements of a tensor that are drawn or read at once where a rank holds some columns of its rows."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class FlatGroup:
     """One flat group as it lives on one rank.
 
-    Attributes:  weights_P: what forward reads, in the model dtype.
-                 master_U: what the optimizer updates; a view of weights_P when both have one dtype.
+    Attributes:  index: its number among all groups of the model.
+                 weights_P: what forward reads, in the model dtype; None at stage 3.  weights_S: this rank's shard of it.
+                 master_U: what the optimizer updates; a view of the weights when both have one dtype; None where
+                 nothing is updated here.
                  shard: flat elements [lo, hi) whose reduced gradient and saved state are this rank's.
                  updated: flat elements that this rank updates: the shard, or all of it at stage 0.
+                 sums: the gradient of each use that is on this rank.
+                 guest: the first use is on another pipeline stage, which updates the weights; here is a copy.
+                 partners: the pipeline ranks that hold such copies (for the owner), or the owner (for a guest).
     """
 
+    index: int
     group: Group
-    weights_P: Tensor
-    master_U: Tensor
+    weights_P: Tensor | None
+    weights_S: Tensor
+    master_U: Tensor | None
     shard: tuple[int, int]
     updated: tuple[int, int]
-    sums: list[GradientSum]
-    publishing: Transfer | None = None
+    sums: dict[int, GradientSum]
+    guest: bool
+    partners: tuple[int, ...]
     state: dict[str, Tensor] = field(default_factory=dict)
+    publishing: Transfer | None = None
 
     @property
     def has_master(self) -> bool:
-        return self.master_U.dtype != self.weights_P.dtype
+        return self.master_U is not None and self.master_U.dtype != self.weights_S.dtype
+
+    @property
+    def trained(self) -> bool:
+        """Whether this rank updates (its shard of) the group."""
+        return self.group.trainable and not self.guest
+
+    @property
+    def weights_U(self) -> Tensor:
+        """The updated range of the weights."""
+        whole = self.weights_P is not None and self.updated != self.shard
+        return self.weights_P if whole and self.weights_P is not None else self.weights_S
 
 
 class Zero:
-    """All flat groups of one stage's units on one rank.
+    """All flat groups of one rank's units.
 
-    Args:  units: modules whose parameters may still lie on the meta device; they become views of flat buffers.
-           stage: ZeRO stage 0 or 1.  dtype: of weights.  sum_dtype: of gradient sums and masters.
+    Args:  units: modules by number in the model; their parameters may still lie on the meta device and become views of
+           flat buffers.  groups: all groups of the model as this tensor-parallel rank holds them.
+           home: unit -> pipeline rank that runs it.  stage: ZeRO stage.  dtype: of weights.  sum_dtype: of gradient
+           sums and masters.  keep: at stage 3, gather once per step and keep the weights for all of it.
     """
 
     def __init__(
         self,
-        units: Sequence[nn.Module],
+        units: Mapping[int, nn.Module],
         groups: Sequence[Group],
         *,
-        comm: Comm,
+        comms: Comms,
+        home: Callable[[int], int],
         deal: Deal,
         stage: int,
         dtype: torch.dtype,
         sum_dtype: torch.dtype,
         device: torch.device,
-        fast: bool,
+        fast: bool = False,
+        keep: bool = False,
     ) -> None:
-        if stage not in (0, 1):
-            raise InvariantError(f"ZeRO stage {stage} does not run yet: configuration must refuse it")
-        self.comm, self.stage, self.pool, self.sum_dtype = comm, stage, Pool(device), sum_dtype
-        self.leaves: list[list[nn.Parameter]] = [[] for _ in units]
-        self._routes: list[list[tuple[int, int, int]]] = [[] for _ in units]
+        self.comms, self.stage, self.pool, self.sum_dtype = comms, stage, Pool(device), sum_dtype
+        self.deal, self.fast, self.device, self.dtype = deal, fast, device, dtype
+        self.leaves: dict[int, list[nn.Parameter]] = {unit: [] for unit in units}
+        self._routes: dict[int, list[tuple[int, int, int]]] = {unit: [] for unit in units}
+        self._pending: deque[GradientSum] = deque()
         self.groups: list[FlatGroup] = []
-        tag = 1
-        for group in groups:
-            shard = group.shard_numel(comm.size)
-            weights_P = torch.zeros(shard * comm.size, dtype=dtype, device=device)
-            lo, hi = comm.rank * shard, (comm.rank + 1) * shard
-            updated = (lo, hi) if stage else (0, shard * comm.size)
-            master_U = weights_P[slice(*updated)]
-            if dtype != sum_dtype:
-                master_U = master_U.to(sum_dtype)
-            make = FastSum if fast else GradientSum
-            sums = [
-                make(
+        self._tag = 1
+        for index, group in enumerate(groups):
+            homes = [home(use.unit) for use in group.uses]
+            if comms.pp.rank in homes:
+                self.groups.append(self._make(index, group, units, homes))
+        self.window = self._open_window(units, keep) if stage == 3 else None
+        for place, flat in enumerate(self.groups):
+            self._bind(units, place, flat)
+
+    # ---- making
+
+    def _make(
+        self,
+        index: int,
+        group: Group,
+        units: Mapping[int, nn.Module],
+        homes: Sequence[int],
+    ) -> FlatGroup:
+        comm, weights = self.comms.dp, self.dtype_of(group)
+        numel = group.shard_numel(comm.size)
+        shard = (comm.rank * numel, (comm.rank + 1) * numel)
+        weights_P = None
+        if self.stage < 3:
+            weights_P = torch.zeros(numel * comm.size, dtype=weights, device=self.device)
+            weights_S = weights_P[slice(*shard)]
+        else:
+            weights_S = torch.zeros(numel, dtype=weights, device=self.device)
+        guest = homes[0] != self.comms.pp.rank
+        others = sorted(set(homes[1:]) - {homes[0]})
+        flat = FlatGroup(
+            index=index,
+            group=group,
+            weights_P=weights_P,
+            weights_S=weights_S,
+            master_U=None,
+            shard=shard,
+            updated=shard if self.stage else (0, numel * comm.size),
+            sums={},
+            guest=guest,
+            partners=(homes[0],) if guest else tuple(others),
+        )
+        if flat.trained:
+            same = weights == self.sum_dtype
+            flat.master_U = flat.weights_U if same else flat.weights_U.to(self.sum_dtype)
+        make = FastSum if self.fast else GradientSum
+        for n, use in enumerate(group.uses):
+            if use.unit in units and group.trainable:
+                flat.sums[n] = make(
                     f"{group.name}#{n}" if n else group.name,
                     group,
                     comm=comm,
-                    deal=deal,
-                    leaf_dtype=dtype,
-                    dtype=sum_dtype,
+                    deal=self.deal,
+                    leaf_dtype=weights,
+                    dtype=self.sum_dtype,
                     pool=self.pool,
-                    tag=tag + n,
+                    tag=self._take_tag(),
+                    lean=self.stage >= 2,
                 )
-                for n in range(len(group.uses))
-            ]
-            tag += len(sums)
-            self.groups.append(FlatGroup(group, weights_P, master_U, (lo, hi), updated, sums))
-            self._bind(units, self.groups[-1])
-        self.publish_tag = tag
+        return flat
 
-    def _bind(self, units: Sequence[nn.Module], flat: FlatGroup) -> None:
+    def dtype_of(self, group: Group) -> torch.dtype:
+        """The dtype of a group's weights."""
+        return _DTYPES[group.dtype] if group.dtype else self.dtype
+
+    def _take_tag(self) -> int:
+        self._tag += 1
+        return self._tag - 1
+
+    def _open_window(self, units: Mapping[int, nn.Module], keep: bool) -> Window:
+        shards: dict[int, list[tuple[str, Tensor, int]]] = {unit: [] for unit in units}
+        for flat in self.groups:
+            for use in flat.group.uses:
+                if use.unit in units:
+                    shards[use.unit].append((flat.group.name, flat.weights_S, self._take_tag()))
+        last = max((use.unit for flat in self.groups for use in flat.group.uses), default=0)
+        return Window(shards, comm=self.comms.dp, keep=keep, ends_share=0 in units and last in units)
+
+    def _bind(self, units: Mapping[int, nn.Module], place: int, flat: FlatGroup) -> None:
         """Makes the units' parameters views of the group; a second use gets a leaf of its own on the same storage."""
         for n, use in enumerate(flat.group.uses):
+            if use.unit not in units:
+                continue
+            source = flat.weights_P
+            if self.window is not None:
+                source = self.window.loads[use.unit][len(self._routes[use.unit])].full_P
+            if source is None:
+                raise InvariantError(f"group {flat.group.name} has no weights to bind to")
             leaves = self.leaves[use.unit]
-            self._routes[use.unit].append((len(self.groups) - 1, n, len(leaves)))
-            for slot, local in zip(flat.group.slots, use.leaves, strict=True):
-                view = flat.weights_P[slot.start : slot.start + slot.numel].view(slot.tensor.shape)
+            self._routes[use.unit].append((place, n, len(leaves)))
+            for leaf, local in zip(flat.group.leaves, use.leaves, strict=True):
+                view = source.as_strided(leaf.size, leaf.stride, source.storage_offset() + leaf.start)
                 owner, _, name = local.rpartition(".")
-                parameter = nn.Parameter(view)
+                # `.data` has a version of its own: autograd must not take a gather anew for a change of the weights.
+                parameter = nn.Parameter(view.data, requires_grad=flat.group.trainable)
                 setattr(units[use.unit].get_submodule(owner), name, parameter)
                 leaves.append(parameter)
 
     def initialise(self, init_slice: InitSlice) -> None:
         """Draws this rank's shard of every weight and publishes it; no rank draws what another one owns."""
-        for flat in self.groups:
-            for piece in flat.group.pieces(*flat.shard):
-                values = init_slice(piece.tensor, piece.start, piece.stop)
-                stop = piece.flat + piece.stop - piece.start
-                flat.weights_P[piece.flat : stop].copy_(values)
-                if flat.has_master:
-                    # The master starts from the unrounded value; weights are always its rounding.
-                    at = piece.flat - flat.updated[0]
-                    flat.master_U[at : at + piece.stop - piece.start].copy_(values)
+        with torch.no_grad():
+            for flat in self.groups:
+                for piece in flat.group.pieces(*flat.shard):
+                    values = read_piece(piece, init_slice)
+                    low = piece.flat - flat.shard[0]
+                    flat.weights_S[low : low + len(values)].copy_(values)
+                    if flat.has_master and flat.master_U is not None:
+                        # The master starts from the unrounded value; weights are always its rounding.
+                        low = piece.flat - flat.updated[0]
+                        flat.master_U[low : low + len(values)].copy_(values)
         self.share_loaded()
 
     def round_masters(self) -> None:
         """Rounds this rank's masters to weights, where the two differ."""
         for flat in self.groups:
-            if flat.has_master:
-                flat.weights_P[slice(*flat.updated)].copy_(flat.master_U)
+            if flat.has_master and flat.master_U is not None:
+                flat.weights_U.copy_(flat.master_U)
 
     def share_loaded(self) -> None:
         """After every rank filled its shards of weights and masters: completes what the stage holds in full."""
-        for n, flat in enumerate(self.groups):
-            self.comm.all_gather_shards(
-                f"publish {flat.group.name}", flat.weights_P, tag=self.publish_tag + n
-            ).wait()
-            if flat.has_master and not self.stage:
-                self.comm.all_gather_shards(
-                    f"masters {flat.group.name}", flat.master_U, tag=self.publish_tag + n
-                ).wait()
-            if not self.stage:
-                for name, tensor_U in flat.state.items():
-                    self.comm.all_gather_shards(
-                        f"{name} {flat.group.name}", tensor_U, tag=self.publish_tag + n
+        for flat in self.groups:
+            if flat.trained and not self.stage and flat.master_U is not None:
+                held = [("masters", flat.master_U)] if flat.has_master else []
+                for name, tensor_U in (*held, *flat.state.items()):
+                    self.comms.dp.all_gather_shards(
+                        f"{name} {flat.group.name}", tensor_U, tag=self._tag + flat.index
                     ).wait()
+        self._share_weights()
+        self.wait_all()
 
     def shard_of(self, flat: FlatGroup, tensor_U: Tensor) -> Tensor:
         """The part of an updated-range tensor (master, optimizer state) that this rank owns and saves."""
         lo = flat.shard[0] - flat.updated[0]
         return tensor_U[lo : lo + flat.shard[1] - flat.shard[0]]
 
-    def wait(self, unit: int) -> None:
-        """Returns when the weights of this unit may be read."""
-        for index, _, _ in self._routes[unit]:
-            flat = self.groups[index]
+    # ---- forward and backward
+
+    def begin(self, order: Sequence[int]) -> None:
+        """Tells the units in the order in which this pass uses their weights."""
+        if self.window is not None:
+            self.window.begin(order)
+
+    def enter(self, unit: int) -> None:
+        """Returns when the weights of this unit may be read; at stage 3 until the next unit but one is entered."""
+        for place, _, _ in self._routes[unit]:
+            flat = self.groups[place]
+            if flat.publishing is not None:
+                flat.publishing.wait()
+                flat.publishing = None
+        if self.window is not None:
+            self.window.enter(unit)
+
+    def wait_all(self) -> None:
+        """Returns when nothing that was published is on its way any more."""
+        for flat in self.groups:
             if flat.publishing is not None:
                 flat.publishing.wait()
                 flat.publishing = None
 
-    def wait_all(self) -> None:
-        """Returns when all weights may be read."""
-        for unit in range(len(self.leaves)):
-            self.wait(unit)
+    def add(self, unit: int, grads: Sequence[Tensor | None]) -> None:
+        """Takes one unit's gradients of this rank's next microbatch, in the order of `leaves[unit]`."""
+        for place, use, first in self._routes[unit]:
+            flat = self.groups[place]
+            if use in flat.sums:
+                flat.sums[use].add(grads[first : first + len(flat.group.leaves)])
+        self._pace(unit)
 
-    def add(self, unit: int, microbatch: int, grads: Sequence[Tensor | None]) -> None:
-        """Takes one unit's gradients of one microbatch, in the order of `leaves[unit]`."""
-        for index, use, first in self._routes[unit]:
-            flat = self.groups[index]
-            flat.sums[use].add(microbatch, grads[first : first + len(flat.group.slots)])
+    def skip(self, unit: int) -> None:
+        """Takes part in the moves of `add` where this rank has no microbatch and its peers have one."""
+        for place, use, _ in self._routes[unit]:
+            if use in self.groups[place].sums:
+                self.groups[place].sums[use].skip()
+        self._pace(unit)
+
+    def _pace(self, unit: int) -> None:
+        """At stages 2 and 3 ends the exchanges of the units before this one: full gradients of two units at most."""
+        if self.stage < 2:
+            return
+        while self._pending:
+            self._pending.popleft().complete()
+        self._pending.extend(
+            self.groups[place].sums[use]
+            for place, use, _ in self._routes[unit]
+            if use in self.groups[place].sums
+        )
+
+    # ---- the step
+
+    @property
+    def trained(self) -> list[FlatGroup]:
+        """The groups that this rank updates."""
+        return [flat for flat in self.groups if flat.trained]
+
+    @property
+    def owned(self) -> list[FlatGroup]:
+        """The groups whose state this rank holds and saves, frozen ones included."""
+        return [flat for flat in self.groups if not flat.guest]
 
     def reduce(self) -> list[Tensor]:
-        """Per group the shard [S] of the step's gradient, summed over uses; give it back with `release`."""
+        """Per trained group the shard [S] of the step's gradient, summed over uses; give it back with `release`."""
         # A rank that had no microbatch has not waited for its weights yet, and others wait until it takes theirs.
         self.wait_all()
-        # The order in which backward reaches them: exchanges are begun and waited for in one order on all ranks.
-        uses = [(index, use) for routes in reversed(self._routes) for index, use, _ in routes]
-        for index, use in uses:
-            self.groups[index].sums[use].join_last_round()
-        done = {(index, use): self.groups[index].sums[use].finish() for index, use in uses}
+        self._pending.clear()
+        # The order in which backward reaches them: exchanges are waited for in one order on all ranks.
+        uses = [(place, use) for unit in reversed(self._routes) for place, use, _ in self._routes[unit]]
+        done = {(p, use): self.groups[p].sums[use].finish() for p, use in uses if use in self.groups[p].sums}
         shards: list[Tensor] = []
-        for index, flat in enumerate(self.groups):
-            first, *others = (done[index, use] for use in range(len(flat.sums)))
+        for place, flat in enumerate(self.groups):
+            if not flat.group.trainable:
+                continue
+            first, *others = (done[place, use] for use in sorted(flat.sums))
             for other in others:
                 first.add_(other)
                 self.pool.give(other)
-            shards.append(first)
+            if flat.partners:
+                first = self._add_guests(flat, first)
+            if flat.guest:
+                self.pool.give(first)
+                continue
+            shards.append(self._add_copies(flat, first) if flat.group.partial else first)
         return shards
 
+    def _add_guests(self, flat: FlatGroup, shard_S: Tensor) -> Tensor:
+        """Adds what the uses on other pipeline stages made, in the order of uses; a guest sends its sum."""
+        what, tag = f"tied {flat.group.name}", flat.index
+        if flat.guest:
+            self.comms.ties.exchange(what, [(flat.partners[0], shard_S)], [], tag=tag).wait()
+            return shard_S
+        for partner in flat.partners:
+            received = self.pool.take(shard_S.numel(), shard_S.dtype)
+            self.comms.ties.exchange(what, [], [(partner, received)], tag=tag).wait()
+            shard_S.add_(received)
+            self.pool.give(received)
+        return shard_S
+
+    def _add_copies(self, flat: FlatGroup, shard_S: Tensor) -> Tensor:
+        """Sums partial gradients over the tensor-parallel ranks that hold the same elements, in rank order."""
+        comm, copies = self.comms.copies, flat.group.copies
+        first = comm.rank // copies * copies
+        parts = {r: self.pool.take(shard_S.numel(), shard_S.dtype) for r in range(first, first + copies)}
+        parts[comm.rank].copy_(shard_S)
+        others = [r for r in parts if r != comm.rank]
+        sends = [(r, parts[comm.rank]) for r in others]
+        comm.exchange(
+            f"copies {flat.group.name}", sends, [(r, parts[r]) for r in others], tag=flat.index
+        ).wait()
+        shard_S.copy_(parts[first])
+        for r in range(first + 1, first + copies):
+            shard_S.add_(parts[r])
+        for part in parts.values():
+            self.pool.give(part)
+        return shard_S
+
     def widen(self, shards: list[Tensor]) -> list[Tensor]:
-        """Per group the gradient of the updated range [U]: the shard itself, or at stage 0 all shards gathered."""
-        if self.stage or self.comm.size == 1:
+        """Per trained group the gradient of the updated range [U]: the shard itself, or at stage 0 all shards gathered."""
+        comm = self.comms.dp
+        if self.stage or comm.size == 1:
             return shards
         full: list[Tensor] = []
         transfers: list[Transfer] = []
-        for n, (flat, shard_S) in enumerate(zip(self.groups, shards, strict=True)):
-            full_P = self.pool.take(flat.weights_P.numel(), shard_S.dtype)
+        for flat, shard_S in zip(self.trained, shards, strict=True):
+            full_P = self.pool.take(flat.updated[1] - flat.updated[0], shard_S.dtype)
             full_P[slice(*flat.shard)].copy_(shard_S)
             transfers.append(
-                self.comm.all_gather_shards(f"gradients {flat.group.name}", full_P, tag=self.publish_tag + n)
+                comm.all_gather_shards(f"gradients {flat.group.name}", full_P, tag=self._tag + flat.index)
             )
             full.append(full_P)
         for transfer in transfers:
@@ -220,10 +393,62 @@ class Zero:
             self.pool.give(grad)
 
     def publish(self) -> None:
-        """After the update: rounds masters to weights and starts gathering them, first unit first."""
+        """After the update: rounds masters to weights and starts sending them to whoever computes with them."""
         self.round_masters()
-        for n, flat in enumerate(self.groups):
-            if self.stage:
-                flat.publishing = self.comm.all_gather_shards(
-                    f"publish {flat.group.name}", flat.weights_P, tag=self.publish_tag + n
+        self._share_weights(everything=False)
+
+    def _share_weights(self, *, everything: bool = True) -> None:
+        """Starts gathering what stages below 3 hold in full, first unit first, and refreshes the copies of tied weights."""
+        if self.window is not None:
+            self.window.forget()
+        for flat in self.groups:
+            if not (everything or flat.group.trainable):
+                continue
+            what = f"publish {flat.group.name}"
+            ties: Sequence[Transfer] = ()
+            if flat.guest:
+                receives = [(flat.partners[0], flat.weights_S)]
+                self.comms.ties.exchange(what, [], receives, tag=flat.index).wait()
+            elif flat.partners:
+                sends = [(partner, flat.weights_S) for partner in flat.partners]
+                ties = [self.comms.ties.exchange(what, sends, [], tag=flat.index)]
+            gathers = self.stage in (1, 2) or (self.stage == 0 and (everything or flat.guest))
+            if gathers and flat.weights_P is not None:
+                flat.publishing = self.comms.dp.all_gather_shards(
+                    what, flat.weights_P, tag=self._tag + flat.index
                 )
+            if ties:
+                later = [flat.publishing] if flat.publishing is not None else []
+                flat.publishing = Transfer(self.comms.dp, what, [*later, *ties])
+
+    def bytes_held(self) -> Iterator[tuple[str, int]]:
+        """(what, bytes) of everything that lives on between steps or is kept for the next one."""
+        for flat in self.groups:
+            weights = flat.weights_S if flat.weights_P is None else flat.weights_P
+            yield "weights", weights.numel() * weights.element_size()
+            if flat.has_master and flat.master_U is not None:
+                yield "masters", flat.master_U.numel() * flat.master_U.element_size()
+            yield "optimizer", sum(t.numel() * t.element_size() for t in flat.state.values())
+        yield "window", self.window.bytes if self.window is not None else 0
+        yield "gradients and exchange", self.pool.bytes_made
+
+
+def read_piece(piece: Piece, read: InitSlice) -> Tensor:
+    """A piece's elements in order, from a source that gives runs of whole tensors.
+
+    Where the piece holds columns of many rows, whole rows are read in slabs and cut.
+    """
+    parts: list[Tensor] = []
+    shape, row = piece.tensor.shape, prod(piece.tensor.shape[1:])
+    for box in piece.boxes:
+        if not shape or box.size[1:] == shape[1:]:
+            start = box.offset[0] * row if shape else 0
+            parts.append(read(piece.tensor, start, start + box.volume))
+            continue
+        step = max(1, _SLAB // row)
+        columns = tuple(slice(o, o + n) for o, n in zip(box.offset[1:], box.size[1:], strict=True))
+        for low in range(box.offset[0], box.offset[0] + box.size[0], step):
+            high = min(low + step, box.offset[0] + box.size[0])
+            rows = read(piece.tensor, low * row, high * row).view(high - low, *shape[1:])
+            parts.append(rows[(slice(None), *columns)].reshape(-1))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -8,8 +8,8 @@ A tensor is the Hugging Face tensor: its name, shape and element order. Within a
 order in memory: q, k, v and gate, up are neighbours, so that they multiply as one matrix.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -32,6 +32,7 @@ __all__ = [
     "init_slice",
     "parameter_count",
     "unit_specs",
+    "with_frozen",
 ]
 
 
@@ -94,6 +95,13 @@ def unit_specs(shape: ModelShape) -> tuple[UnitSpec, ...]:
 def parameter_count(shape: ModelShape) -> int:
     """Parameters, a tied tensor counted once."""
     return sum(_numel(t.shape) for u in unit_specs(shape) for t in u.tensors if t.tied_to is None)
+
+
+def with_frozen(units: Sequence[UnitSpec], names: Collection[str]) -> tuple[UnitSpec, ...]:
+    """The same units where the tensors of these names are not trained."""
+    return tuple(
+        replace(u, tensors=tuple(replace(t, trainable=t.name not in names) for t in u.tensors)) for u in units
+    )
 
 
 def init_slice(spec: TensorSpec, seed: int, start: int, stop: int) -> np.ndarray:

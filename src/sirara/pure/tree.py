@@ -44,6 +44,15 @@ class Deal:
         """How many ranks, counted from 0, own a block in round r."""
         return min(self.dp, self.blocks - r * self.dp)
 
+    @property
+    def places(self) -> int:
+        """Microbatches of the rank that has most; the others pass their last places without one."""
+        return len(self.mine(0))
+
+    def closes(self, place: int) -> bool:
+        """Whether a round ends at this place, the same on all ranks: then every rank's block, if it has one, is whole."""
+        return (place + 1) % (1 << self.k) == 0 or place + 1 == self.places
+
     def mine(self, rank: int) -> list[int]:
         """The microbatches of one rank in ascending order."""
         return [i for b in range(rank, self.blocks, self.dp) for i in self.block(b)]

@@ -6,36 +6,13 @@ optimizer cannot disagree with the run about it.  Arithmetic has equal bits on a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from sirara.errors import ConfigError
-
-Tensor = torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """One flat range under update [U]: weights (masters), gradient (may be overwritten) and state by name."""
-
-    weights_U: Tensor
-    grad_U: Tensor
-    state: dict[str, Tensor]
-    decay: bool
-
-
-class Optimizer(Protocol):
-    """What the step pipeline asks of an optimizer."""
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """Names of the state tensors, each of the weights' shape, zero at the start."""
-        ...
-
-    def update(self, ranges: Sequence[Range], *, lr: float, update: int, shrink: float = 1.0) -> None:
-        """Applies update number `update` (1 is the first) in place, with gradients divided by `shrink`."""
-        ...
+from sirara.pure.groups import Group
+from sirara.train.muon import Muon
+from sirara.train.ranges import Optimizer, Plane, Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +23,12 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.1
     state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def states_of(self, group: Group) -> tuple[str, ...]:
+        return self.state_names
+
+    def prepare(self, plane: Plane) -> None:
+        """Nothing: each element is updated where it lies."""
 
     def update(self, ranges: Sequence[Range], *, lr: float, update: int, shrink: float = 1.0) -> None:
         for decay in (True, False):
@@ -87,6 +70,12 @@ class Lion:
     weight_decay: float = 0.1
     state_names: tuple[str, ...] = ("momentum",)
 
+    def states_of(self, group: Group) -> tuple[str, ...]:
+        return self.state_names
+
+    def prepare(self, plane: Plane) -> None:
+        """Nothing: each element is updated where it lies."""
+
     def update(self, ranges: Sequence[Range], *, lr: float, update: int, shrink: float = 1.0) -> None:
         b1, b2 = self.betas
         for r in ranges:
@@ -101,10 +90,24 @@ class Lion:
             momentum.mul_(b2).add_(r.grad_U.mul_(1 - b2))
 
 
-def make_optimizer(*, name: str, betas: tuple[float, float], eps: float, weight_decay: float) -> Optimizer:
-    """The optimizer that `train.optimizer` names."""
+def make_optimizer(
+    *,
+    name: str,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+) -> Optimizer:
+    """The optimizer that `train.optimizer` names; the last three are Muon's alone."""
     if name == "adamw":
         return AdamW(betas=betas, eps=eps, weight_decay=weight_decay)
     if name == "lion":
         return Lion(betas=betas, weight_decay=weight_decay)
-    raise ConfigError(f"train.optimizer.name={name}: use adamw or lion")
+    if name == "muon":
+        rest = AdamW(betas=betas, eps=eps, weight_decay=weight_decay)
+        return Muon(
+            rest=rest, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, steps=ns_steps
+        )
+    raise ConfigError(f"train.optimizer.name={name}: use adamw, lion or muon")

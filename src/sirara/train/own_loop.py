@@ -21,7 +21,8 @@ from sirara.checkpoint.digest import Digest
 from sirara.checkpoint.export import with_generation_files
 from sirara.checkpoint.hf import HfReader, hf_config
 from sirara.checkpoint.manager import CheckpointManager, Restored
-from sirara.comm.world import World, connect, disconnect, world_comm
+from sirara.comm.world import World, connect, connect_axes, disconnect
+from sirara.config.check import check_layout, frozen_names
 from sirara.config.load import model_shape
 from sirara.config.run_folder import RunFolder
 from sirara.config.schema import RunConfig
@@ -31,8 +32,10 @@ from sirara.errors import CheckpointError, StorageError
 from sirara.mesh import build_mesh
 from sirara.model.decoder import Decoder
 from sirara.parallel.parallelize import Layout, parallelize
-from sirara.pure.families import TensorSpec, init_slice, unit_specs
+from sirara.pure.families import TensorSpec, init_slice, unit_specs, with_frozen
 from sirara.pure.rng import DropoutKey
+from sirara.pure.schedule import chunks_of, schedule
+from sirara.pure.split import split_units, unit_costs
 from sirara.pure.tree import deal
 from sirara.train.batch import to_inputs
 from sirara.train.evaluate import evaluate
@@ -68,18 +71,24 @@ class Trainer:
         self.device = open_device(local_rank=self.world.local_rank, exact=config.numerics == "exact")
         timeout_s = config.launch.hang_timeout
         connect(self.world, backend="nccl" if self.device.kind == "cuda" else "gloo", timeout_s=timeout_s)
-        self.comm = world_comm(self.world, timeout_s=timeout_s)
         mesh = config.mesh
         self.mesh = build_mesh(
             world=self.world.size, rank=self.world.rank, pp=mesh.pp, dp=mesh.dp, cp=mesh.cp, tp=mesh.tp
         )
+        self.comms = connect_axes(
+            self.world, self.mesh.groups(), timeout_s=timeout_s
+        )
+        self.comm = self.comms.world
         self.grade = Grade("exact" if config.numerics == "exact" else "close", ())
         self.timings: dict[str, float] = {}
         self._stall_s = 0.0
         self.loss = math.nan
         self.tokenizer, self.vocab = Batches.tokenizer_of(config.data)
         self.shape = model_shape(config, self.vocab)
+        check_layout(config, self.shape)
         self.specs = unit_specs(self.shape)
+        if config.train.freeze:
+            self.specs = with_frozen(self.specs, frozen_names(config.train.freeze, self.specs))
         self._build()
         self.manager = CheckpointManager(
             run.checkpoints,
@@ -100,31 +109,62 @@ class Trainer:
         )
 
     def _build(self) -> None:
-        train, precision = self.config.train, precision_of(self.config.train.precision)
-        self.deal = deal(train.global_batch // train.micro_batch, self.mesh.dp, self.config.mesh.block)
+        train, mesh = self.config.train, self.config.mesh
+        precision = precision_of(train.precision)
+        # Stages 2 and 3 hold no full-size sums between microbatches, unless a block is asked for.
+        deepest = 0 if mesh.zero >= 2 else 3
+        microbatches = train.global_batch // train.micro_batch
+        self.deal = deal(microbatches, self.mesh.dp, mesh.block, max_k=deepest)
         model = Decoder(
             self.shape,
             dropout=self.config.model.dropout,
             attention_dropout=self.config.model.attention_dropout,
+            label_smoothing=train.label_smoothing,
             device="meta",
             dtype=precision.weights,
         )
+        table = schedule(
+            mesh.schedule,
+            ranks=self.mesh.pp,
+            chunks=chunks_of(mesh.schedule, mesh.virtual_stages),
+            microbatches=self.deal.places,
+        )
+        split = split_units(
+            unit_costs(self.specs, self.shape.hidden, recomputed=float(train.recompute == "full")),
+            table.stages,
+            None if mesh.split == "auto" else mesh.split,
+            owners=[table.rank_of(stage) for stage in range(table.stages)],
+        )
         layout = Layout(
-            zero=self.config.mesh.zero,
+            zero=mesh.zero,
             deal=self.deal,
+            schedule=table,
+            split=split,
+            hidden=self.shape.hidden,
             weights=precision.weights,
             sums=precision.sums,
+            sequence=mesh.sequence_parallel,
+            keep=mesh.gather == "step",
+            recompute=train.recompute,
             compile=train.compile,
             fast=self.config.numerics == "fast",
         )
-        stage = parallelize(model, self.specs, layout, comm=self.comm, device=self.device.torch_device)
+        stage = parallelize(model, self.specs, layout, comms=self.comms, device=self.device.torch_device)
         o = train.optimizer
-        optimizer = make_optimizer(name=o.name, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+        optimizer = make_optimizer(
+            name=o.name,
+            betas=o.betas,
+            eps=o.eps,
+            weight_decay=o.weight_decay,
+            momentum=o.momentum,
+            nesterov=o.nesterov,
+            ns_steps=o.ns_steps,
+        )
         self.stepper = Step(
-            stage=stage, comm=self.comm, deal=self.deal, optimizer=optimizer, clip=train.clip_grad_norm
+            stage=stage, mesh=self.mesh, deal=self.deal, optimizer=optimizer, clip=train.clip_grad_norm
         )
         self.state = TrainState(
-            zero=stage.zero, comm=self.comm, state_names=optimizer.state_names, counters=Counters()
+            stage=stage, mesh=self.mesh, state_names=optimizer.states_of, counters=Counters()
         )
         self.state.reset_optimizer()
 
@@ -281,7 +321,7 @@ class Trainer:
         Args:  alive: called after each batch.
         """
         return {
-            name: evaluate(self.stepper.stage, batches, comm=self.comm, alive=alive)
+            name: evaluate(self.stepper.stage, batches, mesh=self.mesh, alive=alive)
             for name, batches in self.eval_sets.items()
         }
 

@@ -5,19 +5,22 @@ tensors      weights, masters where the weights' dtype is lower, optimizer state
 the rest     is a function of these and of the configuration: lr, dropout, data order
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from sirara.checkpoint.digest import Digest, digest_of
+from sirara.checkpoint.digest import Digest, digest_boxes, digest_of
 from sirara.checkpoint.ranges import NamedRange, dtype_name
 from sirara.checkpoint.reader import Snapshot
 from sirara.comm.group import Comm
 from sirara.errors import CheckpointError
+from sirara.mesh import Mesh
+from sirara.parallel.parallelize import Stage
 from sirara.parallel.zero import FlatGroup, Zero
-from sirara.pure.layout import range_boxes
+from sirara.pure.groups import Group, Piece
+from sirara.pure.layout import Box
 from sirara.pure.saveplan import PlannedTensor
 
 Tensor = torch.Tensor
@@ -36,92 +39,149 @@ class Counters:
 
 @dataclass(slots=True, kw_only=True)
 class TrainState:
-    """Counters and the flat groups' tensors of one rank, as named ranges of logical tensors."""
+    """Counters and the flat groups' tensors of one rank, as named ranges of logical tensors.
 
-    zero: Zero
-    comm: Comm
-    state_names: tuple[str, ...]
+    state_names: the optimizer's tensors for a group.
+    """
+
+    stage: Stage
+    mesh: Mesh
+    state_names: Callable[[Group], tuple[str, ...]]
     counters: Counters
 
+    @property
+    def zero(self) -> Zero:
+        return self.stage.zero
+
     def reset_optimizer(self) -> None:
-        """Zero optimizer state for every group."""
-        for flat in self.zero.groups:
-            flat.state = {name: torch.zeros_like(flat.master_U) for name in self.state_names}
+        """Zero optimizer state for every group that is trained."""
+        for flat in self.zero.trained:
+            if flat.master_U is not None:
+                flat.state = {
+                    name: torch.zeros_like(flat.master_U) for name in self.state_names(flat.group)
+                }
 
     def ranges(self) -> list[NamedRange]:
-        """What this rank owns and saves; `data` are views of the live tensors."""
-        out: list[NamedRange] = []
-        for flat in self.zero.groups:
-            for suffix, shard_S in self._shards(flat):
-                for piece in flat.group.pieces(*flat.shard):
-                    at = piece.flat - flat.shard[0]
-                    out.append(
-                        NamedRange(
-                            tensor=piece.tensor.name + suffix,
-                            shape=piece.tensor.shape,
-                            boxes=range_boxes(piece.tensor.shape, piece.start, piece.stop),
-                            data=shard_S[at : at + piece.stop - piece.start],
-                        )
-                    )
-        return out
+        """What this rank holds and may save; `data` are views of the live tensors."""
+        return [
+            NamedRange(
+                tensor=piece.tensor.name + suffix, shape=piece.tensor.shape, boxes=piece.boxes, data=data
+            )
+            for flat in self.zero.owned
+            for piece, suffix, data in self._parts(flat)
+        ]
 
     def plan(self) -> list[PlannedTensor]:
-        """What every rank owns; the same on all ranks, without communication."""
-        out: list[PlannedTensor] = []
-        for flat in self.zero.groups:
-            boxes: dict[str, dict[int, Any]] = {slot.tensor.name: {} for slot in flat.group.slots}
-            shard = flat.group.shard_numel(self.comm.size)
-            for rank in range(self.comm.size):
-                for piece in flat.group.pieces(rank * shard, (rank + 1) * shard):
-                    boxes[piece.tensor.name][rank] = range_boxes(piece.tensor.shape, piece.start, piece.stop)
-            for suffix, shard_S in self._shards(flat):
-                out.extend(
-                    PlannedTensor(
-                        name=slot.tensor.name + suffix,
-                        dtype=dtype_name(shard_S.dtype),
-                        shape=slot.tensor.shape,
-                        boxes=boxes[slot.tensor.name],
-                    )
-                    for slot in flat.group.slots
-                )
-        return out
+        """What every rank holds; the same on all ranks, without communication."""
+        mesh, stage = self.mesh, self.stage
+        boxes: dict[str, dict[int, tuple[Box, ...]]] = {}
+        owned: list[Group] = []
+        for index, group in enumerate(stage.groups[mesh.coordinate("tp")]):
+            owned.append(group)
+            for tp in range(mesh.tp):
+                for dp in range(mesh.dp):
+                    rank = mesh.rank_at(pp=stage.homes[group.unit], dp=dp, tp=tp)
+                    there = stage.groups[tp][index]
+                    shard = there.shard_numel(mesh.dp)
+                    for piece in there.pieces(dp * shard, (dp + 1) * shard):
+                        held = boxes.setdefault(piece.tensor.name, {})
+                        held[rank] = held.get(rank, ()) + piece.boxes
+        return [
+            PlannedTensor(
+                name=leaf.tensor.name + suffix,
+                dtype=dtype_name(dtype),
+                shape=leaf.tensor.shape,
+                boxes=boxes.get(leaf.tensor.name, {}),
+            )
+            for group in owned
+            for suffix, dtype in self._kinds(group)
+            for leaf in group.leaves
+        ]
 
     def digest(self) -> Digest:
-        """The state digest over all ranks."""
+        """The state digest over all ranks; of several copies of the same elements one is counted."""
         self.zero.wait_all()
-        parts = (
-            (
-                piece.tensor.name + suffix,
-                piece.start,
-                shard_S[piece.flat - flat.shard[0] :][: piece.stop - piece.start],
-            )
-            for flat in self.zero.groups
-            for suffix, shard_S in self._shards(flat)
-            for piece in flat.group.pieces(*flat.shard)
-        )
-        return Digest.from_rows(self.comm.gather_rows("state digest", self._word(digest_of(parts))))
+        total = Digest()
+        for flat in self.zero.owned:
+            if self.mesh.coordinate("tp") % flat.group.copies == 0:
+                for piece, suffix, data in self._parts(flat):
+                    total += digest_boxes(
+                        piece.tensor.name + suffix, piece.tensor.shape, piece.boxes, data
+                    )
+        return Digest.from_rows(self.stage.comms.world.gather_rows("state digest", self._word(total)))
 
     def check_replicas(self) -> None:
-        """Compares what several ranks hold in full by digest.
+        """Compares what several ranks hold alike: over dp, over tp copies, and tied weights over stages.
 
         Raises:  CheckpointError naming the first group whose copies differ; they never should.
         """
         self.zero.wait_all()
-        for flat in self.zero.groups:
-            held = [("", flat.weights_P)]
-            if flat.updated != flat.shard and self.comm.size > 1:
-                held += [("/master", flat.master_U), *((f"/{n}", t) for n, t in flat.state.items())]
-            own = self._word(digest_of((flat.group.name + suffix, 0, tensor) for suffix, tensor in held))
-            rows = self.comm.gather_rows("compare replicas", own).tolist()
-            for rank, row in enumerate(rows):
-                if row != rows[0]:
-                    raise CheckpointError(
-                        f"replicas of group {flat.group.name} differ: rank {rank} is not equal to rank 0",
-                        code="SR520",
-                        where=f"step {self.counters.step}",
-                        why=f"their digests are {row} and {rows[0]}",
-                        try_=["resume from the last checkpoint", "check the memory of that machine"],
-                    )
+        comms = self.stage.comms
+        self._compare(comms.dp, [(flat, self._full(flat)) for flat in self.zero.groups], lambda _: comms.dp.ranks)
+        copied = [flat for flat in self.zero.owned if flat.group.copies > 1]
+        self._compare(
+            comms.copies,
+            [(flat, [(s, data) for _, s, data in self._parts(flat)]) for flat in copied],
+            lambda flat: _copies(comms.copies.ranks, comms.copies.rank, flat.group.copies),
+        )
+        tied = [
+            (index, {self.stage.homes[use.unit] for use in group.uses})
+            for index, group in enumerate(self.stage.groups[self.mesh.coordinate("tp")])
+        ]
+        self._compare_ties([index for index, homes in tied if len(homes) > 1])
+
+    def _full(self, flat: FlatGroup) -> list[tuple[str, Tensor]]:
+        """What every data-parallel rank holds alike."""
+        held = [] if flat.weights_P is None else [("", flat.weights_P)]
+        if flat.trained and flat.updated != flat.shard and flat.master_U is not None:
+            held += [("/master", flat.master_U), *((f"/{n}", t) for n, t in flat.state.items())]
+        return held
+
+    def _compare(
+        self,
+        comm: Comm,
+        held: Sequence[tuple[FlatGroup, Sequence[tuple[str, Tensor]]]],
+        alike: Callable[[FlatGroup], Sequence[int]],
+    ) -> None:
+        """One gather over `comm` of the digests of all groups in `held`; `alike` tells which ranks agree with this one."""
+        if comm.size == 1 or not held:
+            return
+        words = [self._word(digest_of((f.group.name + s, 0, data) for s, data in parts)) for f, parts in held]
+        rows = comm.gather_rows("compare replicas", torch.cat(words)).view(comm.size, -1, 2).tolist()
+        for n, (flat, _) in enumerate(held):
+            first, *others = alike(flat)
+            for rank in others:
+                there, here = rows[comm.ranks.index(rank)][n], rows[comm.ranks.index(first)][n]
+                self._check(flat.group.name, (rank, there), (first, here))
+
+    def _compare_ties(self, indices: Sequence[int]) -> None:
+        """Tied weights that several stages hold; every pipeline rank takes part, whether it holds them or not."""
+        comm = self.stage.comms.ties
+        if comm.size == 1 or not indices:
+            return
+        held = {flat.index: flat for flat in self.zero.groups}
+        words = [
+            self._word(digest_of([("", 0, held[i].weights_S)])) if i in held else torch.zeros(2, dtype=torch.int64)
+            for i in indices
+        ]
+        row = torch.cat([w.to(self.zero.device) for w in words])
+        rows = comm.gather_rows("compare tied weights", row).view(comm.size, -1, 2).tolist()
+        for n, index in enumerate(indices):
+            group = self.stage.groups[0][index]
+            homes = sorted({self.stage.homes[use.unit] for use in group.uses})
+            first = (comm.ranks[homes[0]], rows[homes[0]][n])
+            for home in homes[1:]:
+                self._check(group.name, (comm.ranks[home], rows[home][n]), first)
+
+    def _check(self, name: str, one: tuple[int, list[int]], first: tuple[int, list[int]]) -> None:
+        if one[1] != first[1]:
+            raise CheckpointError(
+                f"replicas of group {name} differ: rank {one[0]} is not equal to rank {first[0]}",
+                code="SR520",
+                where=f"step {self.counters.step}",
+                why=f"their digests are {one[1]} and {first[1]}",
+                try_=["resume from the last checkpoint", "check the memory of that machine"],
+            )
 
     def load(self, snapshot: Snapshot) -> None:
         """Fills counters and tensors from a checkpoint of any layout; weights are the rounding of their masters.
@@ -161,12 +221,32 @@ class TrainState:
         for name in asdict(self.counters):
             setattr(self.counters, name, int(record[name]))
 
-    def _shards(self, flat: FlatGroup) -> Iterator[tuple[str, Tensor]]:
-        yield "", flat.weights_P[slice(*flat.shard)]
-        if flat.has_master:
-            yield "/master", self.zero.shard_of(flat, flat.master_U)
-        for name in self.state_names:
-            yield f"/{name}", self.zero.shard_of(flat, flat.state[name])
+    def _parts(self, flat: FlatGroup) -> Iterator[tuple[Piece, str, Tensor]]:
+        """(piece, kind of state, its elements) of everything that this rank owns of a group."""
+        held: list[tuple[str, Tensor]] = [("", flat.weights_S)]
+        if flat.has_master and flat.master_U is not None:
+            held.append(("/master", self.zero.shard_of(flat, flat.master_U)))
+        if flat.trained:
+            held += [(f"/{name}", self.zero.shard_of(flat, flat.state[name])) for name in flat.state]
+        for suffix, shard_S in held:
+            for piece in flat.group.pieces(*flat.shard):
+                at = piece.flat - flat.shard[0]
+                yield piece, suffix, shard_S[at : at + piece.stop - piece.start]
+
+    def _kinds(self, group: Group) -> list[tuple[str, torch.dtype]]:
+        """Kinds of state of a group and their dtypes, in the order of `_parts`."""
+        weights, sums = self.zero.dtype_of(group), self.zero.sum_dtype
+        kinds = [("", weights)]
+        if group.trainable:
+            kinds += [("/master", sums)] if weights != sums else []
+            kinds += [(f"/{name}", sums) for name in self.state_names(group)]
+        return kinds
 
     def _word(self, digest: Digest) -> Tensor:
-        return digest.as_int64().to(self.zero.pool.device)
+        return digest.as_int64().to(self.zero.device)
+
+
+def _copies(ranks: Sequence[int], place: int, copies: int) -> Sequence[int]:
+    """The ranks that hold the same elements as the one at `place`."""
+    first = place // copies * copies
+    return ranks[first : first + copies]

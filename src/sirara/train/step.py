@@ -4,28 +4,23 @@ Everything that ranks must agree on before the update travels in one small gathe
 requests (save, stop).  So no rank can take a branch that another one does not take.
 """
 
-from dataclasses import dataclass
-from math import fsum, inf, sqrt
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import fsum
 
-import numpy as np
 import torch
 
-from sirara.comm.group import Comm
-from sirara.parallel.stage import Inputs, Stage
-from sirara.parallel.zero import FlatGroup
-from sirara.pure.groups import GRAIN
+from sirara.mesh import Mesh
+from sirara.parallel.parallelize import Stage
+from sirara.parallel.pipeline import Work
+from sirara.parallel.stage import Inputs
+from sirara.pure.groups import Group
 from sirara.pure.rng import DropoutKey
-from sirara.pure.tree import Deal, aligned_nodes, combine, node_sums
-from sirara.train.optim import Optimizer, Range
+from sirara.pure.tree import Deal
+from sirara.train.agree import Agreement
+from sirara.train.ranges import Optimizer, Plane, Range
 
 Tensor = torch.Tensor
-
-HALF = GRAIN // 2
-"""Norm sums are rows of half a grain, so that no shard is a single row, which torch would split by threads."""
-
-_FLAT_BITS = 44
-"""A bad element is reported as group * 2^44 + flat index, exact in a float64 up to 512 groups of 2^44 elements."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
@@ -48,25 +43,46 @@ class StepResult:
 class Step:
     """The step pipeline of one rank.
 
-    Args:  clip: largest gradient norm, or None.  deal: which rank computes which microbatch.
+    Args:  clip: largest gradient norm, or None.  deal: which data-parallel rank computes which microbatch.
+           mesh: where this rank and all others stand.
     """
 
     stage: Stage
-    comm: Comm
+    mesh: Mesh
     deal: Deal
     optimizer: Optimizer
     clip: float | None
+    agreement: Agreement = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.agreement = Agreement(self.stage, self.mesh, self.deal)
+        self.optimizer.prepare(
+            Plane(
+                groups=[self._trained(groups) for groups in self.stage.groups],
+                comm=self.stage.comms.plane,
+                dp=self.mesh.dp,
+                sharded=self.stage.zero.stage > 0,
+            )
+        )
+
+    def _trained(self, groups: Sequence[Group]) -> list[Group]:
+        """Of a tp rank's groups those that this pipeline stage updates, in the order of its ranges."""
+        indices = {flat.index for flat in self.stage.zero.trained}
+        return [group for index, group in enumerate(groups) if index in indices]
 
     def accumulate(
         self, inputs: dict[int, Inputs], *, valid_targets: int, keys: dict[int, DropoutKey] | None
     ) -> list[float]:
-        """Forward and backward of this rank's microbatches in ascending order; returns their loss sums."""
-        scale = 1.0 / max(1, valid_targets)
-        losses: list[Tensor] = []
-        for i in self.deal.mine(self.comm.rank):
-            trail, losses_BL = self.stage.forward(inputs[i], keys[i] if keys else None, scale)
-            self.stage.backward(trail, i)
-            losses.append(losses_BL)
+        """Forward and backward of this rank's microbatches in ascending order; returns their loss sums.
+
+        Stages before the last one return none.
+        """
+        self.stage.zero.begin(self.stage.order)
+        work = [
+            Work(microbatch=i, inputs=inputs[i], key=keys[i] if keys else None)
+            for i in self.deal.mine(self.mesh.coordinate("dp"))
+        ]
+        losses = self.stage.pipeline.run(work, scale=1.0 / max(1, valid_targets))
         # Read only now: on an accelerator each read waits for the device.
         return [loss_sum(losses_BL) for losses_BL in losses]
 
@@ -80,7 +96,7 @@ class Step:
         zero = self.stage.zero
         with torch.no_grad():
             shards = zero.reduce()
-            agreed = self._agree(shards, losses, request)
+            agreed = self.agreement.reach(shards, losses, request)
             loss = agreed.loss_sum / max(1, valid_targets)
             if agreed.bad is not None:
                 zero.release(shards)
@@ -90,14 +106,15 @@ class Step:
                     lr=0.0,
                     target_tokens=valid_targets,
                     request=agreed.request,
-                    bad_parameter=self._name(agreed.bad),
+                    bad_parameter=self.agreement.name_of(agreed.bad),
                 )
             grads = zero.widen(shards)
             clipped = self.clip is not None and agreed.norm > self.clip
             shrink = (agreed.norm + 1e-6) / self.clip if clipped and self.clip else 1.0
             ranges = [
                 Range(weights_U=flat.master_U, grad_U=grad, state=flat.state, decay=flat.group.decay)
-                for flat, grad in zip(zero.groups, grads, strict=True)
+                for flat, grad in zip(zero.trained, grads, strict=True)
+                if flat.master_U is not None
             ]
             self.optimizer.update(ranges, lr=lr, update=update, shrink=shrink)
             zero.release(grads)
@@ -106,96 +123,7 @@ class Step:
             loss=loss, grad_norm=agreed.norm, lr=lr, target_tokens=valid_targets, request=agreed.request
         )
 
-    def _agree(self, shards: list[Tensor], losses: list[float], request: int) -> "Agreed":
-        """One gather: [request, first bad element, losses of this rank, norm sums per group and aligned node]."""
-        zero, deal, comm = self.stage.zero, self.deal, self.comm
-        slots = max(len(deal.mine(r)) for r in range(comm.size))
-        sums, bad = grain_sums(shards, zero.groups)
-        nodes = [node_sums(s, flat.shard[0] // HALF) for s, flat in zip(sums, zero.groups, strict=True)]
-        widths = [_node_count(flat, comm.size) for flat in zero.groups]
-        row = np.zeros(2 + slots + sum(widths))
-        row[0], row[1] = request, bad
-        row[2 : 2 + len(losses)] = losses
-        at = 2 + slots
-        for values, width in zip(nodes, widths, strict=True):
-            row[at : at + len(values)] = values
-            at += width
-        rows = comm.gather_rows("agree on the step", torch.from_numpy(row).to(self._device())).cpu().numpy()
-        loss = 0.0
-        for i in range(deal.microbatches):
-            rank, place = deal.owner(i)
-            loss += float(rows[rank, 2 + place])
-        first_bad = float(rows[:, 1].min())
-        total, at = 0.0, 2 + slots
-        for flat, width in zip(zero.groups, widths, strict=True):
-            total += combine(_nodes_of(flat, rows[:, at : at + width], comm.size), flat.group.numel // HALF)
-            at += width
-        return Agreed(
-            loss_sum=loss,
-            norm=sqrt(total) if total >= 0 else total,
-            bad=None if first_bad == inf else int(first_bad),
-            request=int(rows[:, 0].max()),
-        )
-
-    def _device(self) -> torch.device:
-        return self.stage.zero.pool.device
-
-    def _name(self, bad: int) -> str:
-        group, flat = bad >> _FLAT_BITS, bad & ((1 << _FLAT_BITS) - 1)
-        for piece in self.stage.zero.groups[group].group.pieces(flat, flat + 1):
-            return piece.tensor.name
-        return self.stage.zero.groups[group].group.name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreed:
-    """What all ranks know after the gather; `bad` is the first non-finite gradient element, in canonical order."""
-
-    loss_sum: float
-    norm: float
-    bad: int | None
-    request: int
-
 
 def loss_sum(losses_BL: Tensor) -> float:
     """The exactly rounded sum of token losses: the same for any order, device or number of threads."""
     return fsum(losses_BL.detach().double().flatten().tolist())
-
-
-def grain_sums(shards: list[Tensor], groups: list[FlatGroup]) -> tuple[list[np.ndarray], float]:
-    """Per group the sums of squares of each half grain, float64, and the first non-finite element (inf when none)."""
-    norms = [torch.linalg.vector_norm(shard_S.view(-1, HALF), dim=1) for shard_S in shards]
-    flat = torch.cat(norms).cpu().double().numpy()
-    parts = np.split(flat, np.cumsum([len(n) for n in norms])[:-1])
-    bad = inf if np.isfinite(flat).all() else _first_bad(shards, groups, parts)
-    return [np.square(part) for part in parts], bad
-
-
-def _first_bad(shards: list[Tensor], groups: list[FlatGroup], norms: list[np.ndarray]) -> float:
-    """The first non-finite element, inf when there is none: then norms that only overflowed are made right.
-
-    A true fault spoils every norm, so nothing is looked at behind the first one.
-    """
-    for index, (shard_S, norm) in enumerate(zip(shards, norms, strict=True)):
-        for row in np.flatnonzero(~np.isfinite(norm)).tolist():
-            values = shard_S.view(-1, HALF)[row].double()
-            wrong = (~torch.isfinite(values)).nonzero().flatten()
-            if len(wrong):
-                element = groups[index].shard[0] + row * HALF + int(wrong[0])
-                return float((index << _FLAT_BITS) + element)
-            norm[row] = float(values.square().sum().sqrt())
-    return inf
-
-
-def _node_count(flat: FlatGroup, ranks: int) -> int:
-    width = (flat.shard[1] - flat.shard[0]) // HALF
-    return max(len(aligned_nodes(r * width, (r + 1) * width)) for r in range(ranks))
-
-
-def _nodes_of(flat: FlatGroup, rows: np.ndarray, ranks: int) -> dict[tuple[int, int], float]:
-    width = (flat.shard[1] - flat.shard[0]) // HALF
-    return {
-        node: float(rows[rank, n])
-        for rank in range(ranks)
-        for n, node in enumerate(aligned_nodes(rank * width, (rank + 1) * width))
-    }
