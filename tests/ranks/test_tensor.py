@@ -1,5 +1,6 @@
 """Tensor parallelism against one process: every family, degree and form, parameters cut by their placement."""
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -113,7 +114,6 @@ def compare(
     changes: dict[str, Any],
     sequence: bool,
     options: dict[str, float],
-    *,
     recompute: bool = False,
     deferred: bool = False,
 ) -> list[list[float]]:
@@ -166,3 +166,50 @@ def test_any_vocabulary_is_dealt_out_even_if_a_rank_gets_none_of_it(vocab, smoot
     """5 over 4 ranks: 2, 2, 1 and 0 rows."""
     run_ranks(4, compare, "gpt2", {"vocab": vocab}, False, {"label_smoothing": smoothing})
     run_ranks(4, compare, "llama", {"vocab": vocab}, True, {"label_smoothing": smoothing})
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("case", CASES)
+def test_recompute_and_split_backward_change_nothing(case, sequence):
+    for recompute, deferred in ((True, False), (False, True), (True, True)):
+        run_ranks(2, compare, *CASES[case], sequence, {"dropout": 0.2}, recompute, deferred)
+
+
+def bits(case: str, sequence: bool, recompute: bool, deferred: bool) -> list[Tensor]:
+    decoder = initialised(shape_of(CASES[case][0], **CASES[case][1]), torch.float32)
+    cut(decoder, open_axis(sequence=sequence))
+    decoder.recompute_activations(recompute)
+    deferral = Deferral() if deferred else None
+    decoder.set_deferral(deferral)
+    return list(chain(*gradients(decoder, None, None, deferral)[1]))
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_recompute_and_split_backward_give_equal_bits(sequence):
+    want = run_ranks(2, bits, "llama", sequence, False, False)
+    for recompute, deferred in ((True, False), (True, True)):
+        for ours, theirs in zip(
+            run_ranks(2, bits, "llama", sequence, recompute, deferred), want, strict=True
+        ):
+            for a, b in zip(ours, theirs, strict=True):
+                assert torch.equal(a, b)
+
+
+def compiled(case: str, sequence: bool) -> float:
+    """The largest difference that compiling the blocks makes, relative to each tensor's largest value."""
+    decoder = initialised(shape_of(CASES[case][0], layers=1, **CASES[case][1]), torch.float32)
+    axis = open_axis(sequence=sequence)
+    cut(decoder, axis)
+    losses, want = gradients(decoder, axis, KEY)
+    torch.compiler.reset()
+    for block in decoder.blocks:
+        block.compile(dynamic=False, backend="aot_eager")
+    ours, got = gradients(decoder, axis, KEY)
+    pairs = [(ours, losses), *zip(chain(*got), chain(*want), strict=True)]
+    return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-3)).item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("case", ["llama-grouped", "gpt2", "bloom"])
+def test_compiled_blocks_compute_the_same(case, sequence):
+    assert max(run_ranks(2, compiled, case, sequence)) < 1e-5

@@ -73,6 +73,7 @@ class Jobs:
 
     jobs: list[Job]
 
+    @torch.no_grad()
     def run(self) -> dict[int, Tensor]:
         """Gradients by `id` of their leaf, which still lives; what they were made from is let go.  Call it once."""
         grads: dict[int, Tensor] = {}

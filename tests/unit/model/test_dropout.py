@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sirara.model.dropout import dropout, keep_mask
+from sirara.model.dropout import Cut, dropout, keep_mask
 from sirara.pure.rng import DropoutKey, dropout_keep
 
 KEY = DropoutKey(seed=11, step=22, microbatch=33)
@@ -33,3 +33,14 @@ def test_no_key_or_no_probability_returns_x_itself():
     x = torch.randn(3)
     assert dropout(x, 0.5, None, 0, "embed") is x
     assert dropout(x, 0.0, KEY, 0, "embed") is x
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 7])
+def test_a_part_of_a_tensor_has_its_part_of_the_mask(first):
+    key = DropoutKey(seed=1, step=2, microbatch=3)
+    x = torch.ones(6, 5)
+    whole = dropout(x, 0.5, key, 1, "site").flatten()
+    part = dropout(torch.ones(11), 0.5, key, 1, "site", Cut(first=first))
+    assert torch.equal(part, whole[first : first + 11])
+    runs = dropout(torch.ones(2, 3), 0.5, key, 1, "site", Cut(first=first, step=15, runs=2))
+    assert torch.equal(runs, torch.stack((whole[first : first + 3], whole[first + 15 : first + 18])))

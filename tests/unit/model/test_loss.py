@@ -100,3 +100,33 @@ def test_a_target_beyond_the_vocabulary_is_an_error():
     targets[3] = V
     with pytest.raises(RuntimeError, match="out of bounds"):
         token_losses(x, w, targets, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("smoothing", [0.1, 1.0])
+def test_label_smoothing_equals_cross_entropys(smoothing, dtype, monkeypatch):
+    monkeypatch.setattr(loss, "LOGITS_BYTES", 20 * V * 8)
+    x, w, targets = leaves(dtype)
+    objective, losses = token_losses(x, w, targets, 0.37, smoothing=smoothing)
+    xd, wd = (t.detach().double().requires_grad_() for t in (x, w))
+    theirs = functional.cross_entropy(xd @ wd.T, targets, reduction="none", label_smoothing=smoothing)
+    exact = dtype == torch.float64
+    bound = 1e-12 if exact else 8 * torch.finfo(dtype).eps
+    assert (losses - theirs).abs().max() < bound * 10
+    grads = torch.autograd.grad(objective, (x, w))
+    for a, b in zip(grads, torch.autograd.grad(0.37 * theirs.sum(), (xd, wd)), strict=True):
+        assert (a.double() - b).abs().max() < bound * b.abs().max().clamp(min=1.0)
+    assert losses[0] == 0 and losses[7] == 0
+
+
+def test_smoothed_losses_of_hopeless_targets_are_exact():
+    x, w = torch.eye(2, dtype=torch.float64), torch.tensor([[0.0, 0.0], [200.0, 5000.0]]).double()
+    _, losses = token_losses(x, w, torch.tensor([0, 0]), 1.0, smoothing=0.5)
+    assert losses.tolist() == [150.0, 3750.0]
+
+
+def test_a_target_beyond_the_vocabulary_is_an_error_with_smoothing_too():
+    x, w, targets = leaves()
+    targets[3] = V
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        token_losses(x, w, targets, 1.0, smoothing=0.1)
