@@ -139,7 +139,7 @@ OVERRIDE_CASES = {
     "block that is no power of two": ("mesh.block=6", ("mesh.block=6 is not a power of two",)),
     "context parallelism": ("mesh.cp=2", ("mesh.cp=2 does not run yet", "works now: 1")),
     "mesh that does not fill the processes": ("mesh.tp=2", ("mesh.tp=2", "launch.nproc=1", "launch.nproc=2")),
-    "layers that are not there": ("mesh.split=[7]", ("mesh.split=[7] holds 7 layers", "mesh.split=[1]")),
+    "layers that are not there": ("mesh.split=[7]", ("mesh.split=[7] adds up to 7 layers", "mesh.split=[1]")),
     "stages that the schedule has not": ("mesh.virtual_stages=2", ("mesh.schedule=1f1b", "interleaved")),
     "tokens shared by one": ("mesh.sequence_parallel=true", ("mesh.sequence_parallel=true", "mesh.tp=2")),
     "gathers without ZeRO 3": ("mesh.gather=step", ("mesh.gather=step has no meaning", "mesh.zero=3")),

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from sirara.errors import ConfigError, LayoutError
 from sirara.pure.families import ModelShape, UnitSpec, unit_specs
+from sirara.pure.schedule import SPLIT_BACKWARD, chunks_of, rank_of
+from sirara.pure.split import split_units, unit_costs
 
 if TYPE_CHECKING:
     from sirara.config.schema import RunConfig
@@ -178,15 +180,7 @@ def _mesh(config: "RunConfig") -> None:
 
 def _pipeline(config: "RunConfig") -> None:
     mesh = config.mesh
-    fits, words = _CHUNKS.get(mesh.schedule, (lambda n: n == 1, "one stage"))
-    if not fits(mesh.chunks):
-        others = {1: ["1f1b", "zb-h1", "gpipe"], 2: ["interleaved", "zb-v"]}.get(mesh.chunks, ["interleaved"])
-        raise LayoutError(
-            f"mesh.virtual_stages={mesh.chunks} does not fit mesh.schedule={mesh.schedule}",
-            where="mesh.virtual_stages",
-            why=f"{mesh.schedule} runs {words} per pp rank",
-            try_=["mesh.virtual_stages=auto", *(f"mesh.schedule={name}" for name in others)],
-        )
+    chunks_of(mesh.schedule, mesh.virtual_stages)
     if config.train.compile and mesh.schedule in SPLIT_BACKWARD:
         raise LayoutError(
             f"train.compile=true does not go with mesh.schedule={mesh.schedule}",
@@ -270,26 +264,10 @@ def _stages(config: "RunConfig", shape: ModelShape) -> None:
 
 
 def _split(config: "RunConfig", shape: ModelShape) -> None:
-    mesh, layers = config.mesh, shape.layers
-    if mesh.split == "auto":
-        return
-    base, more = divmod(layers, mesh.stages)
-    even = [base + (i < more) for i in range(mesh.stages)]
-    try_ = ["mesh.split=auto", *([f"mesh.split={_yaml(even)}"] if base else [])]
-    if len(mesh.split) != mesh.stages:
-        raise LayoutError(
-            f"mesh.split={_yaml(mesh.split)} has {len(mesh.split)} entries for {mesh.stages} stages",
-            where="mesh.split",
-            why=f"mesh.pp={mesh.pp} * {mesh.chunks} virtual stages per rank = {mesh.stages}",
-            try_=try_,
-        )
-    if sum(mesh.split) != layers:
-        raise LayoutError(
-            f"mesh.split={_yaml(mesh.split)} holds {sum(mesh.split)} layers, model.layers={layers}",
-            where="mesh.split",
-            why="the embedding goes with the first stage and the head with the last, neither is counted",
-            try_=try_,
-        )
+    mesh = config.mesh
+    if mesh.split != "auto":
+        owners = [rank_of(mesh.schedule, mesh.pp, stage) for stage in range(mesh.stages)]
+        split_units(unit_costs(unit_specs(shape), shape.hidden), mesh.stages, mesh.split, owners=owners)
 
 
 def _recompute(config: "RunConfig", shape: ModelShape) -> None:
@@ -339,13 +317,6 @@ def _names(config: "RunConfig") -> None:
         seen[source.name] = i
 
 
-SPLIT_BACKWARD = ("zb-h1", "zb-v")
-"""Schedules that compute gradients of inputs and of weights apart."""
-
-_CHUNKS: dict[str, tuple[Callable[[int], bool], str]] = {
-    "interleaved": (lambda n: n >= 2, "2 or more virtual stages"),
-    "zb-v": (lambda n: n == 2, "exactly 2 virtual stages, down and up again,"),
-}
 _KEYS_OF_OPTIMIZERS = {
     "eps": ("adamw", "muon"),
     "momentum": ("muon",),

@@ -21,6 +21,7 @@ from pydantic import (
 
 from sirara.config import check
 from sirara.config.units import format_size, format_time, parse_size_bytes, parse_time_s
+from sirara.pure.schedule import chunks_of
 
 _FLOAT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
@@ -230,7 +231,7 @@ class MeshConfig(Section):
     virtual_stages: Positive | Literal["auto"] = Field(
         default="auto", description="per pp rank; auto: 1, or 2 for interleaved and zb-v"
     )
-    split: Literal["auto"] | list[Positive] = Field(default="auto", description="or layers per stage")
+    split: Literal["auto"] | list[Count] = Field(default="auto", description="or layers per stage")
     block: Literal["auto"] | Positive = Field(
         default="auto", description="microbatches added locally: 1, 2, 4, ..."
     )
@@ -245,9 +246,7 @@ class MeshConfig(Section):
     @property
     def chunks(self) -> int:
         """Virtual stages per pp rank."""
-        if self.virtual_stages == "auto":
-            return 2 if self.schedule in ("interleaved", "zb-v") else 1
-        return self.virtual_stages
+        return chunks_of(self.schedule, self.virtual_stages)
 
     @property
     def stages(self) -> int:

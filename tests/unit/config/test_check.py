@@ -46,6 +46,7 @@ def alternatives(error: ConfigError, key: str) -> list[int]:
         {"pp": 2, "schedule": "interleaved"},
         {"pp": 2, "schedule": "interleaved", "virtual_stages": 4},
         {"pp": 4, "split": [1, 2, 2, 1]},
+        {"pp": 4, "split": [0, 3, 3, 0]},
         {"pp": 2, "schedule": "zb-v", "split": [1, 2, 2, 1]},
         {"zero": 3, "gather": "step"},
         {"tp": 4, "sequence_parallel": True},
@@ -101,10 +102,11 @@ def test_more_stages_than_units_names_the_most_that_fit(mesh, most):
 @pytest.mark.parametrize(
     ("pp", "split", "numbers"),
     [
-        (4, [1, 2, 2, 2], ("holds 7 layers", "model.layers=6")),
-        (4, [1, 1, 2, 1], ("holds 5 layers", "model.layers=6")),
+        (4, [1, 2, 2, 2], ("adds up to 7 layers", "has 6")),
+        (4, [1, 1, 2, 1], ("adds up to 5 layers", "has 6")),
         (4, [3, 3], ("2 entries for 4 stages",)),
         (1, [3, 3], ("2 entries for 1 stages",)),
+        (4, [3, 0, 2, 1], ("leaves a stage without a unit",)),
     ],
 )
 def test_split_that_does_not_add_up_shows_both_numbers_and_one_that_does(pp, split, numbers):
