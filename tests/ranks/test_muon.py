@@ -1,6 +1,7 @@
 """Muon on several ranks: the bits of one rank for every dp, tp and kind of sharding, and each matrix travels once."""
 
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from sirara.pure.groups import flat_groups
 from sirara.train.optim import make_optimizer
 from tests.flat import drawn, flat_range, place_of
 from tests.harness import run_ranks
+from tests.ranks.test_step import train as steps
 
 SHAPES = {
     "gpt2": ModelShape(family="gpt2", layers=2, hidden=48, heads=4, vocab=101, max_seq=16),
@@ -93,3 +95,31 @@ def test_each_element_of_a_matrix_leaves_once_and_comes_back_once(dp):
     sent = sum(bytes_sent for _, bytes_sent in ranks) / 4
     assert elements * 2 * (dp - 1) / dp == pytest.approx(sent, rel=0.25)
     assert sent <= 2 * elements
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {}),
+        (3, {}),
+        (4, {}),
+        (2, {"pp": 2, "schedule": "zb-v"}),
+        (4, {"pp": 2, "schedule": "1f1b"}),
+    ],
+    ids=["dp 2", "dp 3", "dp 4", "pp 2", "pp 2 dp 2"],
+)
+def test_training_has_the_bits_of_one_process_at_every_stage(zero, ranks, options):
+    """Losses, norms and the digest of weights and state: Muon of the mean gradient of the whole batch."""
+    precision = "bf16" if ranks == 3 else "fp32"
+    for values in run_ranks(ranks, steps, zero, "auto", precision, True, "muon", None, 12, True, options):
+        assert values == one_process(precision)
+
+
+@lru_cache
+def one_process(precision: str) -> list[Any]:
+    return steps(0, 1, precision, True, "muon")
+
+
+def test_muon_is_not_adamw():
+    assert one_process("fp32")[-1] != steps(0, 1, "fp32", True, "adamw")[-1]
