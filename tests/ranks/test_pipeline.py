@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sirara.comm.alarm import Alarm
 from sirara.comm.group import Comm
 from sirara.comm.header import Tag
 from sirara.comm.mail import Mail
@@ -108,13 +107,10 @@ def batch(i: int, length: int = L) -> Inputs:
     return Inputs(tokens_BL=tokens[:, :-1], targets_BL=tokens[:, 1:], positions_BL=torch.full((B, length), i))
 
 
-def comm_here(direct: bool, alarm: bool = True, timeout_s: float = 15.0) -> Comm:
+def comm_here(direct: bool) -> Comm:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     world = World(rank=rank, size=size, local_rank=rank, local_size=size, node=0)
-    comm = world_comm(world, timeout_s=timeout_s, direct=direct)
-    if alarm and size > 1:
-        comm.alarm = Alarm(dist.distributed_c10d._get_default_store(), rank)
-    return comm
+    return world_comm(world, timeout_s=15.0, direct=direct)
 
 
 def pipeline_of(name: str, chunks: int, microbatches: int, comm: Comm, fail: Any = None, **more: Any) -> Any:
@@ -125,12 +121,16 @@ def pipeline_of(name: str, chunks: int, microbatches: int, comm: Comm, fail: Any
     return Pipeline(mine, table, mail, rank=comm.rank, hidden=hidden, alarm=comm.alarm)  # type: ignore[arg-type]
 
 
-def leave_together() -> None:
+def leave_together(*, connected: bool = True) -> None:
     """Letters and answers lie in the memory of this rank: the others may still read there."""
     if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"left {dist.get_rank()}", "")
-        store.wait([f"left {rank}" for rank in range(dist.get_world_size())])
+        store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+        if not connected:
+            # As when the process ends: the connections break.
+            dist.destroy_process_group()
+            gc.collect()
+        store.set(f"left {rank}", "")
+        store.wait([f"left {other}" for other in range(size)])
 
 
 def train(name: str, chunks: int, microbatches: int, works: int, direct: bool, slots: int = 512) -> Any:
@@ -221,34 +221,37 @@ def test_evaluation_works_on_every_schedule_for_any_number_of_batches(
         assert set(ghosts.values()) == {2 + batches // 4}
 
 
-def failing(
-    name: str, chunks: int, fail: tuple[str, int, int], direct: bool
-) -> tuple[str, str, float, float]:
-    comm = comm_here(direct)
-    pipeline = pipeline_of(name, chunks, 4, comm, fail)
-    work = [Work(microbatch=i, inputs=batch(i)) for i in range(4)]
-    kind, text, notes = "nothing", "", 0
-    try:
-        pipeline.run(work, scale=SCALE)
-    except (Boom, CommError) as error:
-        kind, text, notes = type(error).__name__, str(error), len(getattr(error, "__notes__", ()))
+def failing(name: str, chunks: int, fail: tuple[str, int, int], direct: bool) -> tuple[str, str, float, int]:
+    if direct:
+        pipeline = pipeline_of(name, chunks, 4, comm_here(direct), fail)
+        kind, text, notes = attempt(pipeline)
+    else:
+        kind, text, notes = attempt(pipeline_of(name, chunks, 4, comm_here(direct), fail))
     moment = time.monotonic()
-    leave_together()
+    leave_together(connected=direct)
     return kind, text, moment, notes
 
 
+def attempt(pipeline: Any) -> tuple[str, str, int]:
+    try:
+        pipeline.run([Work(microbatch=i, inputs=batch(i)) for i in range(4)], scale=SCALE)
+    except (Boom, CommError) as error:
+        return type(error).__name__, str(error), len(getattr(error, "__notes__", ()))
+    return "nothing", "", 0
+
+
+FAILURES = [
+    ("1f1b", 1, 2, ("F", 0, 0)),
+    ("1f1b", 1, 2, ("B", 1, 3)),
+    ("gpipe", 1, 4, ("B", 2, 1)),
+    ("1f1b", 1, 4, ("F", 3, 2)),
+    ("interleaved", 2, 2, ("B", 0, 1)),
+    ("zb-v", 2, 4, ("I", 7, 0)),
+]
+
+
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize(
-    ("name", "chunks", "ranks", "fail"),
-    [
-        ("1f1b", 1, 2, ("F", 0, 0)),
-        ("1f1b", 1, 2, ("B", 1, 3)),
-        ("gpipe", 1, 4, ("B", 2, 1)),
-        ("1f1b", 1, 4, ("F", 3, 2)),
-        ("interleaved", 2, 2, ("B", 0, 3)),
-        ("zb-v", 2, 4, ("I", 7, 0)),
-    ],
-)
+@pytest.mark.parametrize(("name", "chunks", "ranks", "fail"), FAILURES)
 def test_a_failing_stage_ends_every_rank_with_its_exception(
     name: str, chunks: int, ranks: int, fail: Any, direct: bool
 ) -> None:
@@ -265,13 +268,12 @@ def test_a_failing_stage_ends_every_rank_with_its_exception(
             assert notes == 1
 
 
-def failing_across_axes(timeout_s: float) -> tuple[str, str, float]:
+def failing_across_axes() -> tuple[str, str, float]:
     """pp 2 x dp 2: rank 3 fails; its dp neighbour waits in an exchange over dp, and so on."""
-    rank = dist.get_rank()
-    world = World(rank=rank, size=4, local_rank=rank, local_size=4, node=0)
-    dp = axis_comm(world, [[0, 1], [2, 3]], timeout_s=timeout_s)
-    pp = axis_comm(world, [[0, 2], [1, 3]], timeout_s=timeout_s)
-    pp.alarm = dp.alarm = Alarm(dist.distributed_c10d._get_default_store(), rank)
+    everyone = comm_here(True)
+    rank = everyone.rank
+    dp = axis_comm(everyone, [[0, 1], [2, 3]])
+    pp = axis_comm(everyone, [[0, 2], [1, 3]])
     assert dp.link is not None
     pipeline = pipeline_of("1f1b", 1, 2, pp, ("B", 1, 0) if rank == 3 else None)
     for chunk in pipeline.chunks.values():
@@ -296,7 +298,7 @@ def reduce_too(dp: Comm, weight: Any) -> Any:
 
 
 def test_a_failure_reaches_ranks_that_wait_on_another_axis() -> None:
-    answers = run_ranks(4, failing_across_axes, 15.0)
+    answers = run_ranks(4, failing_across_axes)
     assert [answer[0] for answer in answers] == ["CommError", "CommError", "CommError", "Boom"]
     for _, text, moment in answers:
         assert "B of stage 1 broke on microbatch 0" in text
