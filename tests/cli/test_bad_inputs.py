@@ -330,6 +330,7 @@ RUN_CASES = {
     "other seed": (["resume", "tiny", "seed=7"], 2, ("seed=7", "seed=1234")),
     "other length": (["resume", "tiny", "data.seq_len=8"], 2, ("data.seq_len=8", "data.seq_len=16")),
     "other optimizer": (["resume", "tiny", "train.optimizer.name=lion"], 2, ("lion", "adamw")),
+    "other frozen tensors": (["resume", "tiny", "train.freeze=[*norm.weight]"], 2, ("train.freeze=",)),
     "unknown key": (["resume", "tiny", "train.stepz=3"], 2, ("train.stepz", "train.steps")),
     "run that does not run": (["stop", "tiny"], 2, ("is not running", "sirara resume")),
     "step that is not there": (["ckpt", "show", "tiny", "--step", "99"], 2, ("99",)),

@@ -201,6 +201,21 @@ def test_keys_of_muon_are_refused_by_other_optimizers(name, key, value):
     run_config(train={"optimizer": {"name": "muon", key: value}})
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        *({"zero": zero} for zero in range(4)),
+        {"zero": 3, "gather": "step"},
+        {"tp": 4, "sequence_parallel": True, "zero": 2},
+        *({"pp": 2, "schedule": name} for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")),
+    ],
+)
+def test_muon_goes_with_every_layout(mesh, precision):
+    train = {"optimizer": {"name": "muon"}, "precision": precision, "freeze": ["*norm.weight"]}
+    check_layout(run_config(mesh=mesh, train=train), LLAMA)
+
+
 def test_eps_is_refused_by_lion_alone():
     assert refused(train={"optimizer": {"name": "lion", "eps": 1e-6}}).where == "train.optimizer.eps"
     for name in ("adamw", "muon"):

@@ -40,6 +40,13 @@ def test_what_is_outside_the_arithmetic_keeps_the_grade(overrides: list[str], tm
     assert str(grade(of(tmp_path), of(tmp_path, *overrides, layout=wider))) == "exact"
 
 
+def test_which_tokens_a_tensor_parallel_rank_sums_enters_the_arithmetic(tmp_path: Path) -> None:
+    split = LAYOUT | {"tp": 2}
+    plain = of(tmp_path, "mesh.tp=2", layout=split)
+    shared = of(tmp_path, "mesh.tp=2", "mesh.sequence_parallel=true", layout=split)
+    assert grade(plain, shared).why == ("mesh.sequence_parallel False -> True",)
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -50,6 +57,7 @@ def test_what_is_outside_the_arithmetic_keeps_the_grade(overrides: list[str], tm
         ("numerics=fast", "numerics exact -> fast"),
         ("seed=7", "seed 1234 -> 7"),
         ("model.dropout=0.5", "model.dropout 0.0 -> 0.5"),
+        ("train.label_smoothing=0.1", "train.label_smoothing 0.0 -> 0.1"),
     ],
 )
 def test_what_enters_the_arithmetic_is_named_with_both_values(
