@@ -108,6 +108,10 @@ def _linked(comm: Comm, direct: bool) -> Comm:
     return comm
 
 
+AXIS_OF = {"dp": "dp", "tp": "tp", "pp": "pp", "copies": "tp", "ties": "pp", "plane": "plane"}
+"""Whose ranks each communicator of `Comms` joins."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comms:
     """This rank's groups, one per purpose: exchanges of one purpose never meet those of another.
@@ -137,8 +141,7 @@ def connect_axes(
     groups: per axis ("dp", "tp", "pp"), and for "plane", all sets of ranks, the same on every rank.
     """
     everyone = world_comm(world, timeout_s=timeout_s, direct=direct)
-    kinds = {"dp": "dp", "tp": "tp", "pp": "pp", "copies": "tp", "ties": "pp", "plane": "plane"}
     return Comms(
         world=everyone,
-        **{name: axis_comm(everyone, groups[kind], direct=direct) for name, kind in kinds.items()},
+        **{name: axis_comm(everyone, groups[axis], direct=direct) for name, axis in AXIS_OF.items()},
     )

@@ -6,7 +6,7 @@ What it asks of a model is small, so that a user's own module can fill it: an or
 blocks with one hidden state in and out, a head with the loss), and per unit the table of its logical tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -88,10 +88,17 @@ class Stage:
 
 
 def parallelize(
-    model: Trainable, specs: Sequence[UnitSpec], layout: Layout, *, comms: Comms, device: torch.device
+    model: Trainable,
+    specs: Sequence[UnitSpec],
+    layout: Layout,
+    *,
+    comms: Comms,
+    device: torch.device,
+    mail: Callable[..., Mail] = Mail,
 ) -> Stage:
     """The model as this rank's chunks of flat groups, ready to be initialised or loaded.
 
+    Args:    mail: makes the letters between pipeline ranks.
     Raises:  LayoutError or ConfigError when the model cannot do what the layout asks for.
     """
     units, schedule = model.units(), layout.schedule
@@ -146,7 +153,7 @@ def parallelize(
     pipeline = Pipeline(
         chunks,
         schedule,
-        Mail(comms.pp, device=device) if comms.pp.size > 1 else None,
+        mail(comms.pp, device=device) if comms.pp.size > 1 else None,
         rank=comms.pp.rank,
         hidden=Hidden(
             size=layout.hidden, dtype=layout.weights, shards=comms.tp.size if layout.sequence else 0

@@ -30,21 +30,15 @@ from sirara.data.batches import Batches, EvalBatches
 from sirara.device import open_device
 from sirara.errors import CheckpointError, StorageError
 from sirara.mesh import build_mesh
-from sirara.model.decoder import Decoder
-from sirara.parallel.parallelize import Layout, parallelize
 from sirara.pure.families import TensorSpec, init_slice, unit_specs, with_frozen
 from sirara.pure.rng import DropoutKey
-from sirara.pure.schedule import chunks_of, schedule
-from sirara.pure.split import split_units, unit_costs
-from sirara.pure.tree import deal
+from sirara.train.assemble import assemble
 from sirara.train.batch import to_inputs
 from sirara.train.evaluate import evaluate
 from sirara.train.grade import Grade, arithmetic, grade
 from sirara.train.lr import lr_at
-from sirara.train.optim import make_optimizer
 from sirara.train.precision import precision_of
-from sirara.train.state import Counters, TrainState
-from sirara.train.step import Step, StepResult
+from sirara.train.step import StepResult
 
 SAVE, STOP = 1, 2
 """Requests as ranks agree on them: the largest one of all ranks wins."""
@@ -109,64 +103,15 @@ class Trainer:
         )
 
     def _build(self) -> None:
-        train, mesh = self.config.train, self.config.mesh
-        precision = precision_of(train.precision)
-        # Stages 2 and 3 hold no full-size sums between microbatches, unless a block is asked for.
-        deepest = 0 if mesh.zero >= 2 else 3
-        microbatches = train.global_batch // train.micro_batch
-        self.deal = deal(microbatches, self.mesh.dp, mesh.block, max_k=deepest)
-        model = Decoder(
+        built = assemble(
+            self.config,
             self.shape,
-            dropout=self.config.model.dropout,
-            attention_dropout=self.config.model.attention_dropout,
-            label_smoothing=train.label_smoothing,
-            device="meta",
-            dtype=precision.weights,
+            self.specs,
+            mesh=self.mesh,
+            comms=self.comms,
+            device=self.device.torch_device,
         )
-        table = schedule(
-            mesh.schedule,
-            ranks=self.mesh.pp,
-            chunks=chunks_of(mesh.schedule, mesh.virtual_stages),
-            microbatches=self.deal.places,
-        )
-        split = split_units(
-            unit_costs(self.specs, self.shape.hidden, recomputed=float(train.recompute == "full")),
-            table.stages,
-            None if mesh.split == "auto" else mesh.split,
-            owners=[table.rank_of(stage) for stage in range(table.stages)],
-        )
-        layout = Layout(
-            zero=mesh.zero,
-            deal=self.deal,
-            schedule=table,
-            split=split,
-            hidden=self.shape.hidden,
-            weights=precision.weights,
-            sums=precision.sums,
-            sequence=mesh.sequence_parallel,
-            keep=mesh.gather == "step",
-            recompute=train.recompute,
-            compile=train.compile,
-            fast=self.config.numerics == "fast",
-        )
-        stage = parallelize(model, self.specs, layout, comms=self.comms, device=self.device.torch_device)
-        o = train.optimizer
-        optimizer = make_optimizer(
-            name=o.name,
-            betas=o.betas,
-            eps=o.eps,
-            weight_decay=o.weight_decay,
-            momentum=o.momentum,
-            nesterov=o.nesterov,
-            ns_steps=o.ns_steps,
-        )
-        self.stepper = Step(
-            stage=stage, mesh=self.mesh, deal=self.deal, optimizer=optimizer, clip=train.clip_grad_norm
-        )
-        self.state = TrainState(
-            stage=stage, mesh=self.mesh, state_names=optimizer.states_of, counters=Counters()
-        )
-        self.state.reset_optimizer()
+        self.deal, self.stepper, self.state = built.deal, built.stepper, built.state
 
     # ---- beginnings
 
