@@ -113,6 +113,11 @@ class Patience:
         self._spins = 0
         self._began = 0.0
 
+    @property
+    def napping(self) -> bool:
+        """Whether it has waited long enough that other work, done at each pause, costs nothing."""
+        return self._spins > _SPINS
+
     def pause(self) -> bool:
         """Waits a moment; False when the deadline has passed.  Raises what the alarm tells."""
         self._spins += 1

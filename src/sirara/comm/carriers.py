@@ -100,7 +100,8 @@ class MemoryCarrier:
         patience = Patience(self.comm.timeout_s, self.comm.alarm)
         self.link.copy(peer, place, self._header_at, 8 * WORDS)
         while self._header[NUMBER] != number:
-            self.release()
+            if patience.napping:
+                self.release()
             if not patience.pause():
                 raise self.link.silent(peer)
             self.link.copy(peer, place, self._header_at, 8 * WORDS)
@@ -178,15 +179,16 @@ class LibraryCarrier:
 
     A header is asked for as soon as one is expected, one per peer at a time; the tensor's receive starts when the
     header is there, so no size is ever assumed (gloo ends the process when sizes differ).
+
+    Args:  ways: the backend of two communicators for tensors that go up and down; None to use the group of `comm`.
     """
 
-    def __init__(self, comm: Comm, device: torch.device) -> None:
+    def __init__(self, comm: Comm, device: torch.device, *, ways: str | None) -> None:
         self.comm, self.device = comm, device
         self._headers = self._up = self._down = comm.group
-        if device.type == "cuda" and comm.size > 1:
-            self._headers, self._up, self._down = (
-                _new_group(comm, kind) for kind in ("gloo", "nccl", "nccl")
-            )
+        self._ways = ways is not None and comm.size > 1
+        if ways is not None and comm.size > 1:
+            self._headers, self._up, self._down = (_new_group(comm, kind) for kind in ("gloo", ways, ways))
             self._meet()
         self._due = [0] * comm.size
         self._asked: list[tuple[Tensor, Waitable] | None] = [None] * comm.size
@@ -263,7 +265,7 @@ class LibraryCarrier:
                 self._asked[peer] = (row, work)
 
     def _way(self, sender: int, receiver: int, tensor: Tensor) -> "dist.ProcessGroup | None":
-        if not tensor.is_cuda:
+        if not self._ways or tensor.device.type != self.device.type:
             return self._headers
         return self._up if receiver > sender else self._down
 

@@ -45,7 +45,7 @@ class Mail:
         if isinstance(comm.link, DirectLink) and device.type == "cpu":
             self._carrier = MemoryCarrier(comm, comm.link, slots)
         else:
-            self._carrier = LibraryCarrier(comm, device)
+            self._carrier = LibraryCarrier(comm, device, ways="nccl" if device.type == "cuda" else None)
         self._aside: dict[tuple[int, bool, int], deque[Header]] = {}
 
     def send(self, peer: int, tag: Tag, tensor: Tensor) -> None:

@@ -93,7 +93,8 @@ def axis_comm(everyone: Comm, groups: Sequence[Sequence[int]], *, direct: bool =
         if len(ranks) == everyone.size and everyone.size > 1:
             group = everyone.group
         elif len(ranks) > 1:
-            group = dist.new_group(list(ranks), timeout=timedelta(seconds=everyone.timeout_s))
+            made = dist.new_group(list(ranks), timeout=timedelta(seconds=everyone.timeout_s))
+            group = made if isinstance(made, dist.ProcessGroup) else None
         if rank in ranks:
             mine = Comm(ranks, rank, group=group, timeout_s=everyone.timeout_s)
     if mine is None:

@@ -47,7 +47,8 @@ class Trainable(Protocol):
 class Layout:
     """All that parallelize may decide by; none of it changes what is computed, but for `fast` and tensor parallelism.
 
-    split: the units of each stage.  hidden: features of the state between units.  recompute: or the number of blocks of each stage that are run again.
+    split: the units of each stage.  hidden: features of the state between units.
+    recompute: or the number of blocks of each stage that are run again.
     sequence: sequence parallelism.  keep: ZeRO 3 gathers once per step.
     """
 
@@ -124,7 +125,8 @@ def parallelize(
             local[unit].compile(dynamic=False)
 
     groups = tuple(
-        flat_groups(specs, tp=comms.tp.size, tp_rank=t, sequence=layout.sequence) for t in range(comms.tp.size)
+        flat_groups(specs, tp=comms.tp.size, tp_rank=t, sequence=layout.sequence)
+        for t in range(comms.tp.size)
     )
     zero = Zero(
         local,

@@ -55,8 +55,8 @@ class Later:
     """A unit's weight gradients between the two halves of a split backward."""
 
     unit: int
-    grads: list[Tensor | None]
-    jobs: WeightJobs | None
+    grads: Sequence[Tensor | None]
+    jobs: WeightJobs
 
 
 @dataclass(slots=True)
@@ -119,36 +119,37 @@ class Chunk:
         return trail, x.detach()
 
     def backward(self, trail: Trail, dy: Tensor | None, microbatch: int) -> Tensor | None:
-        """Gradients of one microbatch, unit by unit from the last; returns dx.  The trail is used up."""
+        """Gradients of one microbatch of the step, unit by unit from the last; returns dx.  The trail is used up."""
         for unit in reversed(self.units):
             dy, grads = self._backward_unit(unit, trail, dy)
-            self.zero.add(unit, grads)
+            self.zero.add(unit, grads, microbatch)
         return dy
 
     def backward_input(self, trail: Trail, dy: Tensor | None, microbatch: int) -> Tensor | None:
-        """The half of backward that other stages wait for: dx; weight gradients are kept for `backward_weight`."""
+        """The half of backward that other stages wait for: dx; weight gradients are kept for `backward_weight`.
+
+        Embedding and head put nothing off: the one gives no dx, the other has made its gradients in forward.
+        """
         for unit in reversed(self.units):
-            if self.deferral is not None:
-                self.deferral.active = True
-                try:
-                    dy, grads = self._backward_unit(unit, trail, dy)
-                finally:
-                    self.deferral.active = False
-                trail.later.append(Later(unit, grads, self.deferral.take()))
-            else:
+            if self.deferral is None or not self._defers(unit):
                 dy, grads = self._backward_unit(unit, trail, dy)
-                trail.later.append(Later(unit, grads, None))
+                self.zero.add(unit, grads, microbatch)
+                continue
+            self.deferral.active = True
+            try:
+                dy, grads = self._backward_unit(unit, trail, dy)
+            finally:
+                self.deferral.active = False
+            trail.later.append(Later(unit, grads, self.deferral.take()))
         return dy
 
     def backward_weight(self, trail: Trail, microbatch: int) -> None:
         """The rest of a split backward."""
         for later in trail.later:
-            made = later.jobs.run() if later.jobs is not None else {}
+            made = later.jobs.run()
             leaves = self.zero.leaves[later.unit]
-            grads = [
-                made.get(id(leaf), grad) for leaf, grad in zip(leaves, later.grads, strict=True)
-            ]
-            self.zero.add(later.unit, grads)
+            grads = [made.get(id(leaf), grad) for leaf, grad in zip(leaves, later.grads, strict=True)]
+            self.zero.add(later.unit, grads, microbatch)
         trail.later.clear()
 
     def ghost(self, kind: Kind) -> None:
@@ -160,7 +161,7 @@ class Chunk:
         for unit in reversed(self.units):
             if kind != Kind.WEIGHT:
                 self.zero.enter(unit)
-            if kind != Kind.INPUT:
+            if kind == Kind.BACKWARD or self._defers(unit) == (kind == Kind.WEIGHT):
                 self.zero.skip(unit)
 
     @torch.no_grad()
@@ -174,6 +175,10 @@ class Chunk:
         if result is None:
             raise InvariantError(f"stage {self.stage} has no units")
         return result
+
+    def _defers(self, unit: int) -> bool:
+        """Whether a split backward leaves this unit's weight gradients for its second half."""
+        return self.deferral is not None and 0 < unit < self.head
 
     def _run(
         self, unit: int, x: Tensor | None, inputs: Inputs, key: DropoutKey | None, scale: float

@@ -47,7 +47,7 @@ class FlatGroup:
     """One flat group as it lives on one rank.
 
     Attributes:  index: its number among all groups of the model.
-                 weights_P: what forward reads, in the model dtype; None at stage 3.  weights_S: this rank's shard of it.
+                 weights_P: what forward reads, in the model dtype; None at stage 3.  weights_S: this rank's shard.
                  master_U: what the optimizer updates; a view of the weights when both have one dtype; None where
                  nothing is updated here.
                  shard: flat elements [lo, hi) whose reduced gradient and saved state are this rank's.
@@ -115,6 +115,7 @@ class Zero:
         self.leaves: dict[int, list[nn.Parameter]] = {unit: [] for unit in units}
         self._routes: dict[int, list[tuple[int, int, int]]] = {unit: [] for unit in units}
         self._pending: deque[GradientSum] = deque()
+        self._mine = deal.mine(comms.dp.rank)
         self.groups: list[FlatGroup] = []
         self._tag = 1
         for index, group in enumerate(groups):
@@ -274,12 +275,22 @@ class Zero:
                 flat.publishing.wait()
                 flat.publishing = None
 
-    def add(self, unit: int, grads: Sequence[Tensor | None]) -> None:
-        """Takes one unit's gradients of this rank's next microbatch, in the order of `leaves[unit]`."""
+    def add(self, unit: int, grads: Sequence[Tensor | None], microbatch: int) -> None:
+        """Takes one unit's gradients of this rank's next microbatch, in the order of `leaves[unit]`.
+
+        Raises:  InvariantError when another microbatch was due: sums are exact in ascending order alone.
+        """
         for place, use, first in self._routes[unit]:
             flat = self.groups[place]
-            if use in flat.sums:
-                flat.sums[use].add(grads[first : first + len(flat.group.leaves)])
+            if use not in flat.sums:
+                continue
+            here = flat.sums[use]
+            if here.places >= len(self._mine) or self._mine[here.places] != microbatch:
+                raise InvariantError(
+                    f"{flat.group.name} got the gradient of microbatch {microbatch} at place {here.places}",
+                    why=f"rank {self.comms.world.rank} adds microbatches {self._mine} in this order",
+                )
+            here.add(grads[first : first + len(flat.group.leaves)])
         self._pace(unit)
 
     def skip(self, unit: int) -> None:
@@ -369,7 +380,7 @@ class Zero:
         return shard_S
 
     def widen(self, shards: list[Tensor]) -> list[Tensor]:
-        """Per trained group the gradient of the updated range [U]: the shard itself, or at stage 0 all shards gathered."""
+        """Per trained group the gradient of the updated range [U]: the shard, or at stage 0 all shards gathered."""
         comm = self.comms.dp
         if self.stage or comm.size == 1:
             return shards
@@ -398,7 +409,7 @@ class Zero:
         self._share_weights(everything=False)
 
     def _share_weights(self, *, everything: bool = True) -> None:
-        """Starts gathering what stages below 3 hold in full, first unit first, and refreshes the copies of tied weights."""
+        """Starts gathering what stages below 3 hold in full, first unit first; refreshes copies of tied weights."""
         if self.window is not None:
             self.window.forget()
         for flat in self.groups:

@@ -141,7 +141,9 @@ def _block_tensors(shape: ModelShape, i: int) -> Iterator[TensorSpec]:
     if traits.qk_norm:
         for name in ("q_norm", "k_norm"):
             ones = Init(kind="ones")
-            yield _tensor(shape, f"block.attn.{name}", "weight", (shape.head_dim,), Replicate(over="heads"), ones, i)
+            yield _tensor(
+                shape, f"block.attn.{name}", "weight", (shape.head_dim,), Replicate(over="heads"), ones, i
+            )
     yield from _row(shape, "block.attn.o_proj", q, hidden, shape.o_bias, i)
 
     yield from _norm(shape, "block.norm2", i)

@@ -55,9 +55,7 @@ def held_ranges(
     return tuple((pack * section + start, pack * section + stop) for pack in range(placement.packs))
 
 
-def held_boxes(
-    placement: Placement, shape: tuple[int, ...], *, degree: int, rank: int
-) -> tuple[Box, ...]:
+def held_boxes(placement: Placement, shape: tuple[int, ...], *, degree: int, rank: int) -> tuple[Box, ...]:
     """What `rank` of `degree` holds, one box per pack; an empty box where nothing is left for it."""
     if isinstance(placement, Replicate) or degree == 1:
         return (whole(shape),)

@@ -50,7 +50,7 @@ class Deal:
         return len(self.mine(0))
 
     def closes(self, place: int) -> bool:
-        """Whether a round ends at this place, the same on all ranks: then every rank's block, if it has one, is whole."""
+        """Whether a round ends at this place, the same on all ranks: every rank's block, if it has one, is whole."""
         return (place + 1) % (1 << self.k) == 0 or place + 1 == self.places
 
     def mine(self, rank: int) -> list[int]:

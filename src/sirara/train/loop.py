@@ -15,6 +15,7 @@ from sirara.config.schema import RunConfig
 from sirara.errors import ConfigError, StorageError
 from sirara.events import JsonLines
 from sirara.pure.families import parameter_count
+from sirara.pure.split import blocks_per_stage
 from sirara.train.own_loop import SAVE, STOP, Trainer
 from sirara.train.step import StepResult
 
@@ -130,13 +131,18 @@ class _Journal:
         if self.speaks:
             layout, train = self.trainer.layout, self.config.train
             _log.info(
-                "%d parameters, dp %d, ZeRO %d; a step is %d microbatches, added in blocks of %d",
+                "%d parameters, pp %d x dp %d x tp %d, ZeRO %d; a step is %d microbatches, added in blocks of %d",
                 parameter_count(self.trainer.shape),
+                layout["pp"],
                 layout["dp"],
+                layout["tp"],
                 layout["zero"],
                 train.global_batch // train.micro_batch,
                 layout["block"],
             )
+            if layout["pp"] > 1:
+                split = blocks_per_stage(self.trainer.split)
+                _log.info("schedule %s, layers per stage %s", self.config.mesh.schedule, split)
 
     def resumed(self, step: int, skipped: tuple[tuple[int, str], ...]) -> None:
         grade = self.trainer.grade

@@ -57,9 +57,7 @@ class TrainState:
         """Zero optimizer state for every group that is trained."""
         for flat in self.zero.trained:
             if flat.master_U is not None:
-                flat.state = {
-                    name: torch.zeros_like(flat.master_U) for name in self.state_names(flat.group)
-                }
+                flat.state = {name: torch.zeros_like(flat.master_U) for name in self.state_names(flat.group)}
 
     def ranges(self) -> list[NamedRange]:
         """What this rank holds and may save; `data` are views of the live tensors."""
@@ -105,9 +103,7 @@ class TrainState:
         for flat in self.zero.owned:
             if self.mesh.coordinate("tp") % flat.group.copies == 0:
                 for piece, suffix, data in self._parts(flat):
-                    total += digest_boxes(
-                        piece.tensor.name + suffix, piece.tensor.shape, piece.boxes, data
-                    )
+                    total += digest_boxes(piece.tensor.name + suffix, piece.tensor.shape, piece.boxes, data)
         return Digest.from_rows(self.stage.comms.world.gather_rows("state digest", self._word(total)))
 
     def check_replicas(self) -> None:
@@ -117,7 +113,9 @@ class TrainState:
         """
         self.zero.wait_all()
         comms = self.stage.comms
-        self._compare(comms.dp, [(flat, self._full(flat)) for flat in self.zero.groups], lambda _: comms.dp.ranks)
+        self._compare(
+            comms.dp, [(flat, self._full(flat)) for flat in self.zero.groups], lambda _: comms.dp.ranks
+        )
         copied = [flat for flat in self.zero.owned if flat.group.copies > 1]
         self._compare(
             comms.copies,
@@ -143,7 +141,7 @@ class TrainState:
         held: Sequence[tuple[FlatGroup, Sequence[tuple[str, Tensor]]]],
         alike: Callable[[FlatGroup], Sequence[int]],
     ) -> None:
-        """One gather over `comm` of the digests of all groups in `held`; `alike` tells which ranks agree with this one."""
+        """One gather over `comm` of the digests of all groups in `held`; `alike`: the ranks that must agree."""
         if comm.size == 1 or not held:
             return
         words = [self._word(digest_of((f.group.name + s, 0, data) for s, data in parts)) for f, parts in held]
@@ -161,7 +159,9 @@ class TrainState:
             return
         held = {flat.index: flat for flat in self.zero.groups}
         words = [
-            self._word(digest_of([("", 0, held[i].weights_S)])) if i in held else torch.zeros(2, dtype=torch.int64)
+            self._word(digest_of([("", 0, held[i].weights_S)]))
+            if i in held
+            else torch.zeros(2, dtype=torch.int64)
             for i in indices
         ]
         row = torch.cat([w.to(self.zero.device) for w in words])
