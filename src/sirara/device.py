@@ -1,7 +1,11 @@
 """The device that a rank computes on: choice, memory counters, determinism.  On the CPU all of it is trivial."""
 
+import ctypes
 import os
 import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +28,66 @@ class Device:
         """Whose kernels compute: the accelerator's model, or "cpu"."""
         return torch.cuda.get_device_name(self.torch_device) if self.kind == "cuda" else "cpu"
 
+    def allocated_bytes(self) -> int:
+        """Bytes that are allocated now: by torch on an accelerator, by malloc (glibc's count) on the CPU.
+
+        Raises:  ConfigError on the CPU where the C library does not count.
+        """
+        if self.kind == "cuda":
+            return torch.cuda.memory_allocated(self.torch_device)
+        count = getattr(ctypes.CDLL(None), "mallinfo2", None)
+        if count is None:
+            raise ConfigError("this C library does not count what is allocated", try_=["glibc 2.33 or newer"])
+        count.restype = _Mallinfo2
+        found = count()
+        return found.uordblks + found.hblkhd
+
+    @contextmanager
+    def peak(self, *, every_s: float = 0.5e-3) -> Iterator["Peak"]:
+        """Watches allocated bytes inside the block; `Peak.bytes` is the most there was above those at its start.
+
+        An accelerator counts exactly; on the CPU a thread looks every `every_s`, which may miss what lives shorter.
+        """
+        found = Peak(start_bytes=self.allocated_bytes())
+        if self.kind == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+            yield found
+            found.bytes = torch.cuda.max_memory_allocated(self.torch_device) - found.start_bytes
+            return
+        done = threading.Event()
+
+        def look() -> None:
+            while not done.wait(every_s):
+                found.bytes = max(found.bytes, self.allocated_bytes() - found.start_bytes)
+
+        thread = threading.Thread(target=look, name="peak memory", daemon=True)
+        thread.start()
+        try:
+            yield found
+        finally:
+            done.set()
+            thread.join()
+
     def peak_bytes(self) -> int:
         """Peak memory: allocated bytes on an accelerator, peak resident set of the process on the CPU."""
         if self.kind == "cuda":
             return torch.cuda.max_memory_allocated(self.torch_device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@dataclass(slots=True, kw_only=True)
+class Peak:
+    """The most bytes that were allocated above `start_bytes`."""
+
+    start_bytes: int
+    bytes: int = 0
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    )
 
 
 def open_device(*, local_rank: int, exact: bool) -> Device:
