@@ -119,9 +119,7 @@ def assemble(
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = World(rank=rank, size=size, local_rank=rank, local_size=size, node=0)
     mesh = build_mesh(world=size, rank=rank, pp=pp)
-    comms = connect_axes(
-        world, mesh.groups(), timeout_s=20, direct=direct
-    )
+    comms = connect_axes(world, mesh.groups(), timeout_s=20, direct=direct)
     kind = precision_of(precision)
     dealt = deal(microbatches, mesh.dp, block, max_k=0 if zero >= 2 else 3)
     table = make_schedule(schedule, ranks=pp, chunks=chunks_of(schedule), microbatches=dealt.places)

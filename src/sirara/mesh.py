@@ -41,7 +41,6 @@ class Mesh:
         first = self.rank - self.coordinate(axis) * stride
         return [first + i * stride for i in range(getattr(self, axis))]
 
-
     def rank_at(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """The rank with these coordinates."""
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp

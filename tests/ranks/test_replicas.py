@@ -13,9 +13,7 @@ from tests.toy import assemble
 def compare(zero: int, what: str) -> bool:
     rank = dist.get_rank()
     stage, mesh, _ = assemble(zero=zero, microbatches=2)
-    state = TrainState(
-        stage=stage, mesh=mesh, state_names=lambda _: ("exp_avg",), counters=Counters()
-    )
+    state = TrainState(stage=stage, mesh=mesh, state_names=lambda _: ("exp_avg",), counters=Counters())
     state.reset_optimizer()
     if rank == 1 and what == "weights":
         stage.zero.groups[1].weights_P.view(torch.int32)[3] ^= 1

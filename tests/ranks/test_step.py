@@ -48,9 +48,7 @@ def train(
         **(options or {}),
     )
     optim = make_optimizer(name=optimizer, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    state = TrainState(
-        stage=stage, mesh=mesh, state_names=optim.states_of, counters=Counters()
-    )
+    state = TrainState(stage=stage, mesh=mesh, state_names=optim.states_of, counters=Counters())
     state.reset_optimizer()
     step = Step(stage=stage, mesh=mesh, deal=dealt, optimizer=optim, clip=0.5)
     out: list[Any] = []
@@ -67,7 +65,12 @@ def train(
         result = step.finish(losses, valid_targets=valid, lr=1e-2, update=update + 1, request=mesh.rank)
         update += not result.skipped
         out.append(
-            (result.loss.hex(), result.grad_norm.hex(), result.bad_parameter, result.request - (mesh.world - 1))
+            (
+                result.loss.hex(),
+                result.grad_norm.hex(),
+                result.bad_parameter,
+                result.request - (mesh.world - 1),
+            )
         )
     state.check_replicas()
     out.append(str(state.digest()))
