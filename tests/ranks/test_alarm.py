@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +55,19 @@ def test_the_first_to_ring_is_the_one_that_is_heard() -> None:
     assert heard is not None and heard.code == "SR702"
     assert heard.what == "rank 3 failed: ValueError: boom"
     assert heard.why == "more" and "rank 0" in heard.where
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_the_stores_of_torch_keep_the_first_alarm(kind: str, tmp_path: Path) -> None:
+    if kind == "tcp":
+        store = dist.PrefixStore("group", dist.TCPStore("127.0.0.1", 0, 1, is_master=True))
+    else:
+        store = dist.PrefixStore("group", dist.FileStore(str(tmp_path / "store"), 1))
+    assert Alarm(store, 0).look() is None
+    Alarm(store, 3).ring(ValueError("boom"))
+    Alarm(store, 1).ring(KeyError("later"))
+    heard = Alarm(store, 0).look()
+    assert heard is not None and heard.what == "rank 3 failed: ValueError: boom"
 
 
 def test_an_error_of_ours_is_told_with_its_code_place_and_reason() -> None:

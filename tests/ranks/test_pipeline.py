@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sirara.comm.carriers import LibraryCarrier
 from sirara.comm.group import Comm
 from sirara.comm.header import Tag
 from sirara.comm.mail import Mail
@@ -133,9 +134,13 @@ def leave_together(*, connected: bool = True) -> None:
         store.wait([f"left {other}" for other in range(size)])
 
 
-def train(name: str, chunks: int, microbatches: int, works: int, direct: bool, slots: int = 512) -> Any:
+def train(
+    name: str, chunks: int, microbatches: int, works: int, direct: bool, slots: int = 512, ways: Any = None
+) -> Any:
     """Losses, gradients by parameter number, order of weight gradients and ghosts of two steps on this rank."""
     pipeline = pipeline_of(name, chunks, microbatches, comm_here(direct), slots=slots)
+    if ways is not None:
+        pipeline.mail._carrier = LibraryCarrier(pipeline.mail.comm, torch.device("cpu"), ways=ways)
     losses = []
     for step in range(2):
         # Numbers with gaps, as a deal gives them; lengths may differ from one microbatch to the next.
@@ -184,6 +189,14 @@ def test_the_library_carries_the_same_bits_where_memory_cannot_be_read(
 ) -> None:
     losses, grads, _, _ = oracle(5)
     answers = run_ranks(ranks, train, name, chunks, 8, 5, False)
+    assert [x for answer in answers for x in answer[0]] == losses
+    assert {key: grad for answer in answers for key, grad in answer[1].items()} == grads
+
+
+@pytest.mark.parametrize(("name", "chunks", "ranks"), [("zb-v", 2, 2), ("interleaved", 2, 4)])
+def test_letters_up_and_letters_down_may_have_a_communicator_each(name: str, chunks: int, ranks: int) -> None:
+    losses, grads, _, _ = oracle(5)
+    answers = run_ranks(ranks, train, name, chunks, 8, 5, False, 512, "gloo")
     assert [x for answer in answers for x in answer[0]] == losses
     assert {key: grad for answer in answers for key, grad in answer[1].items()} == grads
 
@@ -385,3 +398,24 @@ def test_a_sent_tensor_is_let_go_when_its_receiver_has_it(direct: bool) -> None:
     # gloo tells only at the end.
     assert alive == ([False, False, True] if direct else [True, True, True])
     assert at_last == [False, False, False]
+
+
+def test_a_table_that_is_not_this_ranks_is_refused() -> None:
+    table = schedule("1f1b", ranks=2, chunks=1, microbatches=2)
+    hidden = Hidden(size=D, dtype=torch.float32)
+    with pytest.raises(InvariantError, match=r"rank 0 of pipeline 1f1b holds stages \[1\]"):
+        Pipeline({1: ToyChunk(1, 2)}, table, None, rank=0, hidden=hidden)  # type: ignore[dict-item]
+    with pytest.raises(InvariantError, match="mail: False"):
+        Pipeline({0: ToyChunk(0, 2)}, table, None, rank=0, hidden=hidden)  # type: ignore[dict-item]
+
+
+def test_more_microbatches_than_the_table_has_are_refused() -> None:
+    pipeline = pipeline_of("1f1b", 1, 2, comm_here(False))
+    with pytest.raises(InvariantError, match="3 microbatches for a table of 2"):
+        pipeline.run([Work(microbatch=i, inputs=batch(i)) for i in range(3)], scale=SCALE)
+
+
+def test_the_hidden_state_is_a_share_of_the_tokens_under_sequence_parallelism() -> None:
+    inputs = batch(0)
+    assert Hidden(size=D, dtype=torch.float32).shape(inputs) == (B, L, D)
+    assert Hidden(size=D, dtype=torch.float32, shards=5).shape(inputs) == (B * L // 5, D)

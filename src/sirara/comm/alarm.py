@@ -23,7 +23,7 @@ HEARD = "SR702"
 
 _KEY = "sirara/alarm"
 _SPINS = 50
-_NAP_S, _LONGEST_NAP_S = 50e-6, 500e-6
+_NAP_S, _LONGEST_NAP_S = 50e-6, 200e-6
 
 
 class Store(Protocol):

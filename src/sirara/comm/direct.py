@@ -86,6 +86,8 @@ class DirectLink:
         # Made once: building them costs more than the call.  So a link belongs to one thread.
         self._local, self._remote = _Iovec(), _Iovec()
         self._to, self._from = ctypes.byref(self._local), ctypes.byref(self._remote)
+        self._entry = np.zeros(4, dtype=np.int64)
+        self._entry_at = self._entry.ctypes.data
 
     def carries(self, tag: int, tensors: Sequence[Tensor]) -> bool:
         """Whether an exchange can go this way; both sides of it answer alike."""
@@ -108,12 +110,11 @@ class DirectLink:
         return out
 
     def entry(self, tag: int, peer: int) -> np.ndarray:
-        """What `peer` has posted for this rank, and how many of this rank's posts it has taken."""
+        """What `peer` has posted for this rank, and how many of this rank's posts it has taken; until the next call."""
         place = (tag * self.comm.size + self.comm.rank) * 32
-        out = np.empty(4, dtype=np.int64)
-        if not self._read(peer, self.peers[peer][1] + place, out.ctypes.data, 32):
+        if not self._read(peer, self.peers[peer][1] + place, self._entry_at, 32):
             raise self._gone(peer)
-        return out
+        return self._entry
 
     def fetch(self, peer: int, address: int, tensor: Tensor) -> None:
         """Fills a tensor from a peer's memory."""
