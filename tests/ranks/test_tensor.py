@@ -9,10 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sirara.comm.world import World, world_comm
+from sirara.errors import InvariantError
+from sirara.model import loss
 from sirara.model.decoder import Decoder
 from sirara.model.split import Deferral
 from sirara.parallel.tensor import TensorAxis
-from sirara.pure.families import TensorSpec, unit_specs
+from sirara.pure.families import ModelShape, TensorSpec, unit_specs
 from sirara.pure.placement import Shard, held_ranges
 from sirara.pure.rng import DropoutKey
 from tests.harness import run_ranks
@@ -32,10 +34,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def open_axis(*, sequence: bool) -> TensorAxis:
+def open_axis(*, sequence: bool = False, direct: bool = True) -> TensorAxis:
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, size=size, local_rank=rank, local_size=size, node=0)
-    return TensorAxis(world_comm(world, timeout_s=30), sequence=sequence)
+    return TensorAxis(world_comm(world, timeout_s=30, direct=direct), sequence=sequence)
 
 
 def part_of(spec: TensorSpec, full: Tensor, axis: TensorAxis) -> Tensor:
@@ -46,6 +48,16 @@ def part_of(spec: TensorSpec, full: Tensor, axis: TensorAxis) -> Tensor:
     ranges = held_ranges(spec.placement, spec.shape, degree=axis.size, rank=axis.rank)
     parts = [full.narrow(dim, low, high - low) for low, high in ranges]
     return torch.stack(parts, dim) if packs > 1 else parts[0]
+
+
+def lively(shape: ModelShape, dtype: torch.dtype = torch.float64, **options: float) -> Decoder:
+    """Initialised, and with biases and norms that are not zeros and ones: every part matters."""
+    decoder = initialised(shape, dtype, **options)
+    generator = torch.Generator().manual_seed(3)
+    for p in decoder.parameters():
+        if p.dim() == 1:
+            p.data += 0.2 * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(dtype)
+    return decoder
 
 
 def cut(decoder: Decoder, axis: TensorAxis) -> None:
@@ -122,8 +134,8 @@ def compare(
     shape = shape_of(family, **changes)
     axis = open_axis(sequence=sequence)
     key = KEY if "dropout" in options else None
-    losses, grads = gradients(initialised(shape, **options), None, key)
-    decoder = initialised(shape, **options)
+    losses, grads = gradients(lively(shape, **options), None, key)
+    decoder = lively(shape, **options)
     cut(decoder, axis)
     decoder.recompute_activations(recompute)
     deferral = Deferral() if deferred else None
@@ -160,12 +172,70 @@ def test_dropout_masks_are_those_of_one_process(case, degree, sequence):
     run_ranks(degree, compare, *CASES[case], sequence, {"dropout": 0.2, "attention_dropout": 0.3})
 
 
-@pytest.mark.parametrize("vocab", [5, 9, 130, 131])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("vocab", "smoothing"), [(5, 0.1), (9, 0.0), (130, 0.1), (131, 0.0)])
 def test_any_vocabulary_is_dealt_out_even_if_a_rank_gets_none_of_it(vocab, smoothing):
     """5 over 4 ranks: 2, 2, 1 and 0 rows."""
-    run_ranks(4, compare, "gpt2", {"vocab": vocab}, False, {"label_smoothing": smoothing})
-    run_ranks(4, compare, "llama", {"vocab": vocab}, True, {"label_smoothing": smoothing})
+    for family, sequence in (("gpt2", False), ("llama", True)):
+        run_ranks(4, compare_in_chunks, family, {"vocab": vocab}, sequence, {"label_smoothing": smoothing})
+
+
+def compare_in_chunks(*args: Any) -> list[list[float]]:
+    """The head's logits in many chunks, as many on every rank."""
+    before = loss.CHUNK_TOKENS, loss.LOGITS_BYTES
+    loss.CHUNK_TOKENS, loss.LOGITS_BYTES = 1, 40 * 8
+    try:
+        return compare(*args)
+    finally:
+        loss.CHUNK_TOKENS, loss.LOGITS_BYTES = before
+
+
+def axis_sums(dtype: torch.dtype, direct: bool, shape: tuple[int, int]) -> dict[str, Tensor]:
+    """Everything the axis can do with random rows, and the rows of all ranks."""
+    axis = open_axis(direct=direct)
+    rows = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(axis.size)
+    ]
+    own, few = rows[axis.rank], shape[0] // axis.size
+    # Two sums in flight at once, waited for in order.
+    first, second = axis.sum(own.clone()), axis.scatter_sum(own.clone())
+    return {
+        "sum": first.wait(),
+        "scatter": second.wait(),
+        "tokens": axis.gather_tokens(own[:few].t().contiguous().t()).wait(),
+        "small": axis.gather_small(own[0]),
+        "rows": torch.stack(rows),
+    }
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_are_rank_order_rounded_once_and_equal_on_all_ranks(size, dtype, direct):
+    for shape in ((12, 5), (12, 1), (12, 0)):
+        answers = run_ranks(size, axis_sums, dtype, direct, shape)
+        rows = answers[0]["rows"]
+        total = rows[0].float()
+        for row in rows[1:]:
+            total = total + row.float()
+        few = 12 // size
+        for rank, answer in enumerate(answers):
+            assert torch.equal(answer["sum"], total.to(dtype))
+            assert torch.equal(answer["scatter"], total.to(dtype)[rank * few : (rank + 1) * few])
+            assert torch.equal(answer["tokens"], torch.cat([row[:few] for row in rows]))
+            assert torch.equal(answer["small"], rows[:, 0])
+
+
+def uneven() -> str:
+    axis = open_axis(sequence=True)
+    try:
+        axis.scatter_sum(torch.ones(5, 2))
+    except InvariantError as error:
+        return str(error)
+    return ""
+
+
+def test_tokens_that_cannot_be_spread_evenly_are_refused_before_anything_is_sent():
+    assert all("5 tokens" in text and "2 ranks" in text for text in run_ranks(2, uneven))
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
@@ -176,7 +246,7 @@ def test_recompute_and_split_backward_change_nothing(case, sequence):
 
 
 def bits(case: str, sequence: bool, recompute: bool, deferred: bool) -> list[Tensor]:
-    decoder = initialised(shape_of(CASES[case][0], **CASES[case][1]), torch.float32)
+    decoder = lively(shape_of(CASES[case][0], **CASES[case][1]), torch.float32)
     cut(decoder, open_axis(sequence=sequence))
     decoder.recompute_activations(recompute)
     deferral = Deferral() if deferred else None
@@ -197,7 +267,7 @@ def test_recompute_and_split_backward_give_equal_bits(sequence):
 
 def compiled(case: str, sequence: bool) -> float:
     """The largest difference that compiling the blocks makes, relative to each tensor's largest value."""
-    decoder = initialised(shape_of(CASES[case][0], layers=1, **CASES[case][1]), torch.float32)
+    decoder = lively(shape_of(CASES[case][0], layers=1, **CASES[case][1]), torch.float32)
     axis = open_axis(sequence=sequence)
     cut(decoder, axis)
     losses, want = gradients(decoder, axis, KEY)
@@ -209,7 +279,6 @@ def compiled(case: str, sequence: bool) -> float:
     return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-3)).item() for a, b in pairs)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("case", ["llama-grouped", "gpt2", "bloom"])
+@pytest.mark.parametrize(("case", "sequence"), [("llama-grouped", True), ("gpt2", True), ("bloom", False)])
 def test_compiled_blocks_compute_the_same(case, sequence):
     assert max(run_ranks(2, compiled, case, sequence)) < 1e-5
