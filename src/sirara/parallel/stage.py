@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from sirara.errors import InvariantError
 from sirara.parallel.zero import Zero
@@ -61,14 +62,17 @@ class Later:
 
 @dataclass(slots=True)
 class Trail:
-    """What forward leaves for backward: per unit its input (None for the embedding) and its output (None when it is
-    recomputed), and what a split backward leaves for its second half."""
+    """What forward leaves for backward: per unit its input (None for the embedding) and where its backward begins (None
+    when it is recomputed), and what a split backward leaves for its second half.
+
+    The output's place in the graph is enough: its memory, where another rank needs it, is let go when that rank has it.
+    """
 
     inputs: Inputs
     key: DropoutKey | None
     scale: float
     hidden: list[Tensor | None] = field(default_factory=list)
-    outputs: list[Tensor | None] = field(default_factory=list)
+    outputs: list[Tensor | GradientEdge | None] = field(default_factory=list)
     later: list[Later] = field(default_factory=list)
 
 
@@ -110,7 +114,7 @@ class Chunk:
             with torch.set_grad_enabled(not again):
                 y, losses_BL = self._run(unit, x, inputs, key, scale)
             trail.hidden.append(x)
-            trail.outputs.append(None if again else y)
+            trail.outputs.append(None if again else y if y.grad_fn is None else get_gradient_edge(y))
             x = y.detach().requires_grad_()
         if losses_BL is not None:
             return trail, losses_BL
