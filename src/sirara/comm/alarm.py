@@ -4,7 +4,8 @@
     others   wait for tensors -> every LOOK_S a look at the store -> CommError SR702 "rank 3 failed: ValueError: boom"
 
 A rank that only sees a connection break, or a peer's memory vanish, looks as well: the one that left has rung before.
-A rank that was killed rings nothing; the first to miss it rings in its stead.
+A rank that was killed rings nothing; the first to miss it rings in its stead.  A wait inside gloo ends when the failed
+process does; a host that waits for its GPU hears nothing, and is ended by its launcher.
 """
 
 import json
