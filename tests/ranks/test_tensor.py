@@ -138,8 +138,7 @@ def compare(
     decoder = lively(shape, **options)
     cut(decoder, axis)
     decoder.recompute_activations(recompute)
-    deferral = Deferral() if deferred else None
-    decoder.set_deferral(deferral)
+    deferral = decoder.split_backward() if deferred else None
     ours, parts = gradients(decoder, axis, key, deferral)
     torch.testing.assert_close(ours, losses, rtol=0, atol=1e-12)
     for unit, spec, want, have in zip(decoder.units(), unit_specs(shape), grads, parts, strict=True):
@@ -249,8 +248,7 @@ def bits(case: str, sequence: bool, recompute: bool, deferred: bool) -> list[Ten
     decoder = lively(shape_of(CASES[case][0], **CASES[case][1]), torch.float32)
     cut(decoder, open_axis(sequence=sequence))
     decoder.recompute_activations(recompute)
-    deferral = Deferral() if deferred else None
-    decoder.set_deferral(deferral)
+    deferral = decoder.split_backward() if deferred else None
     return list(chain(*gradients(decoder, None, None, deferral)[1]))
 
 

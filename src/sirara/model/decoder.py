@@ -78,10 +78,15 @@ class Decoder(nn.Module):
         self.set_deferral(deferral)
         return deferral
 
-    def set_deferral(self, deferral: Deferral | None) -> None:
-        """Lets linear layers leave their weight gradients to `deferral` while it is active."""
+    def split_backward(self) -> Deferral:
+        """From now on linear layers leave their weight gradients to the deferral while it is active.
+
+        Norms give theirs at once; so do embedding and head.
+        """
+        deferral = Deferral()
         for wiring in self.wirings:
             wiring.deferral = deferral
+        return deferral
 
     def recompute_activations(self, on: bool) -> None:
         """Whether blocks make outputs of norms and activation functions again in backward instead of keeping them."""

@@ -20,8 +20,7 @@ def test_gradients_made_later_equal_gradients_made_at_once_in_bits(family):
     leaves = list(named.values())
     dx, *want = torch.autograd.grad(block(x, positions, None, KEY), [x, *leaves], dy)
 
-    deferral = Deferral()
-    decoder.set_deferral(deferral)
+    deferral = decoder.split_backward()
     y = block(x, positions, None, KEY)
     deferral.active = True
     dx_now, *now = torch.autograd.grad(y, [x, *leaves], dy, allow_unused=True)

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from sirara.model.decoder import Decoder
-from sirara.model.split import Deferral
 from sirara.pure.families import FAMILIES
 from tests.unit.model.test_decoder import KEY, batch, initialised, shape_of
 
@@ -48,8 +47,8 @@ def test_a_deferred_job_survives_that_its_norms_weights_are_let_go():
     decoder = initialised(shape_of("llama"), torch.float64)
     _, want = kept_bytes(decoder.float())
     decoder.recompute_activations(True)
-    deferral = Deferral(active=True)
-    decoder.set_deferral(deferral)
+    deferral = decoder.split_backward()
+    deferral.active = True
     block = decoder.units()[1]
     positions = batch(decoder.shape)[2]
     torch.manual_seed(0)
