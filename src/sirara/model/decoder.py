@@ -73,12 +73,6 @@ class Decoder(nn.Module):
             self.mask.keep_heads(alibi_slopes(self.shape.heads)[own])
 
     def split_backward(self) -> Deferral:
-        """Lets backward be split in two by what it returns (zero-bubble schedules)."""
-        deferral = Deferral()
-        self.set_deferral(deferral)
-        return deferral
-
-    def split_backward(self) -> Deferral:
         """From now on linear layers leave their weight gradients to the deferral while it is active.
 
         Norms give theirs at once; so do embedding and head.
