@@ -42,6 +42,9 @@ VERBS: dict[str, dict[str, Verb]] = {
             "config", "config", "show a configuration and where its values come from; its JSON Schema"
         ),
     },
+    "Plan": {
+        "plan": Verb("plan", "plan", "what one rank of a layout holds and sends, on paper"),
+    },
     "Train": {
         "run": Verb("run", "run", "start a run"),
         "resume": Verb("run", "resume", "continue a run, on this layout or another"),

@@ -1,0 +1,123 @@
+"""`sirara plan CONFIG --trace`: one rank of a layout on paper, before there are machines for it."""
+
+import os
+import re
+import resource
+import time
+from dataclasses import asdict
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sirara.cli.options import WITH_OVERRIDES, json_option, overrides, say_json
+from sirara.config.load import load, model_shape
+from sirara.config.schema import RunConfig
+from sirara.data.sources import tokenizer_of
+from sirara.errors import ConfigError
+from sirara.pure.families import ModelShape
+
+if TYPE_CHECKING:
+    from sirara.train.trace import GroupLine, Trace, Traffic
+
+GIB = 1 << 30
+
+
+@click.command(context_settings=WITH_OVERRIDES)
+@click.argument("path", metavar="CONFIG")
+@overrides
+@click.option(
+    "--trace", "tracing", is_flag=True, help="Build one rank without memory and play one step of it."
+)
+@click.option("--rank", type=int, default=0, show_default=True, help="The rank that is traced.")
+@json_option()
+def plan(path: str, overrides: list[str], tracing: bool, rank: int, as_json: bool) -> None:
+    """What one rank of a layout holds and sends, on paper.
+
+    With --trace its real modules, on tensors without memory, play all microbatches of one real step; the data that
+    CONFIG names are not read.
+    """
+    if not tracing:
+        raise ConfigError(
+            "sirara plan without --trace does not run yet",
+            code="SR120",
+            where="command line",
+            try_=[f"works now: sirara plan {path} --trace --rank {rank}"],
+        )
+    config = load(path, overrides, os.environ).config
+    shape = _shape(config)
+    # The one form of `plan` that needs torch.
+    from sirara.train.trace import trace
+
+    began = time.perf_counter()
+    found = trace(config, shape, rank=rank)
+    took = {"seconds": round(time.perf_counter() - began, 3), "peak_bytes": _peak_bytes()}
+    if as_json:
+        say_json({"rank": rank, "world": found.mesh.world, **asdict(found), **took})
+        return
+    for line in _text(found, config):
+        click.echo(line)
+    click.echo(
+        f"{'how':<14}parameters of the model are counted from its tensors; all other figures were played, "
+        f"{found.dealt} of {found.dealt} microbatches, in {took['seconds']:.1f} s and {_gib(took['peak_bytes'])}"
+    )
+
+
+def _shape(config: RunConfig) -> ModelShape:
+    """The model's sizes; a tokenizer is opened only where the vocabulary is said to be its own."""
+    model = config.model
+    given = model.preset is not None or model.from_ is not None
+    asks = model.vocab == "tokenizer" or (model.vocab is None and not given)
+    return model_shape(config, tokenizer_of(config.data)[1] if asks else None)
+
+
+def _text(t: "Trace", config: RunConfig) -> list[str]:
+    mesh, m = t.mesh, config.mesh
+    places = ", ".join(f"{a} {mesh.coordinate(a)} of {getattr(mesh, a)}" for a in ("pp", "dp", "tp"))
+    elements, padding = sum(g.elements for g in t.groups), sum(g.padding for g in t.groups)
+    actions = ", ".join(f"{kind} {count}" for kind, count in t.actions.items())
+    lines = [
+        f"{'rank':<14}{mesh.rank} of {mesh.world:,}: {places}; zero {m.zero}, {config.train.precision}",
+        f"{'parameters':<14}{t.parameters:,} of the model, {t.parameters_here:,} on this rank",
+        *(f"{f'stage {s}':<14}{len(units)} units: {', '.join(units)}" for s, units in t.stages.items()),
+        f"{'flat groups':<14}{len(t.groups)}: {elements:,} elements and {padding:,} of padding",
+        *_group_lines(t.groups),
+        f"{'held':<14}{_gib(sum(t.held.values()))} after the step",
+        *(f"  {what:<24}{_gib(size):>12}" for what, size in t.held.items()),
+        f"{'step':<14}{t.microbatches:,} microbatches of {config.train.micro_batch} x {config.data.seq_len} tokens, "
+        f"{t.dealt:,} of this rank, in blocks of {t.block}",
+        f"{m.schedule:<14}{actions}",
+        f"{'sent':<14}{_gib(sum(a.bytes for a in t.traffic.values()))} in the step",
+        f"  {'axis':<8}{'ranks':>6}{'calls':>10}{'bytes':>22}",
+    ]
+    for name, traffic in t.traffic.items():
+        lines += _traffic_lines(name, traffic)
+    return lines
+
+
+def _group_lines(groups: "tuple[GroupLine, ...]") -> list[str]:
+    """One line for all groups that differ in the number of their block alone."""
+
+    def alike(g: "GroupLine") -> tuple[Any, ...]:
+        return (re.sub(r"\.\d+", ".*", g.name), g.elements, g.padding, g.shard, g.guest)
+
+    lines = []
+    for (name, elements, padding, shard, guest), same in groupby(sorted(groups, key=alike), key=alike):
+        of = "a copy" if guest else f"shard {shard:,}"
+        lines.append(
+            f"  {len(list(same)):>3} x {name:<28}{elements:>16,} elements{padding:>8,} padding, {of}"
+        )
+    return lines
+
+
+def _traffic_lines(name: str, traffic: "Traffic") -> list[str]:
+    head = f"  {name:<8}{traffic.ranks:>6}{traffic.calls:>10,}{traffic.bytes:>22,}"
+    return [head, *(f"    {kind:<12}{n.calls:>10,}{n.bytes:>22,}" for kind, n in traffic.kinds.items())]
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.2f} GiB"
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
