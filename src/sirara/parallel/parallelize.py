@@ -71,7 +71,8 @@ class Stage:
     """What one rank has of the model: its chunks, their flat groups, and the pipeline that runs them.
 
     groups: per tp rank all flat groups of the model, as every rank knows them.
-    homes: unit -> pipeline rank.  order: units in the order in which a step uses their weights.
+    split: the units of each stage.  homes: unit -> pipeline rank.
+    order: units in the order in which a step uses their weights.
     """
 
     chunks: dict[int, Chunk]
@@ -79,6 +80,7 @@ class Stage:
     pipeline: Pipeline
     comms: Comms
     groups: tuple[tuple[Group, ...], ...]
+    split: tuple[range, ...]
     homes: tuple[int, ...]
     order: tuple[int, ...]
 
@@ -168,6 +170,7 @@ def parallelize(
         pipeline=pipeline,
         comms=comms,
         groups=groups,
+        split=tuple(layout.split),
         homes=homes,
         order=_order(layout, chunks, comms.pp.rank),
     )

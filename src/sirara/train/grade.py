@@ -55,9 +55,9 @@ def arithmetic(config: RunConfig, *, device: str, threads: int, layout: dict[str
         "machine": platform.machine(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
-    if config.mesh.tp > 1:
+    if config.mesh.sequence_parallel:
         # Which tokens a rank sums decides how gradients of norms are associated.
-        flat["mesh.sequence_parallel"] = config.mesh.sequence_parallel
+        flat["mesh.sequence_parallel"] = True
     return flat | {f"mesh.{axis}": layout.get(axis, 1) for axis in CLOSE_AXES}
 
 

@@ -141,7 +141,7 @@ class _Journal:
                 layout["block"],
             )
             if layout["pp"] > 1:
-                split = blocks_per_stage(self.trainer.split)
+                split = blocks_per_stage(self.trainer.stepper.stage.split)
                 _log.info("schedule %s, layers per stage %s", self.config.mesh.schedule, split)
 
     def resumed(self, step: int, skipped: tuple[tuple[int, str], ...]) -> None:

@@ -69,9 +69,7 @@ class Trainer:
         self.mesh = build_mesh(
             world=self.world.size, rank=self.world.rank, pp=mesh.pp, dp=mesh.dp, cp=mesh.cp, tp=mesh.tp
         )
-        self.comms = connect_axes(
-            self.world, self.mesh.groups(), timeout_s=timeout_s
-        )
+        self.comms = connect_axes(self.world, self.mesh.groups(), timeout_s=timeout_s)
         self.comm = self.comms.world
         self.grade = Grade("exact" if config.numerics == "exact" else "close", ())
         self.timings: dict[str, float] = {}
@@ -349,4 +347,7 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self.comm.alarm is not None:
+            # The other ranks wait for this one: they hear why it leaves.
+            self.comm.alarm.ring(error)
         self.close()

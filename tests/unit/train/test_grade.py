@@ -44,7 +44,7 @@ def test_which_tokens_a_tensor_parallel_rank_sums_enters_the_arithmetic(tmp_path
     split = LAYOUT | {"tp": 2}
     plain = of(tmp_path, "mesh.tp=2", layout=split)
     shared = of(tmp_path, "mesh.tp=2", "mesh.sequence_parallel=true", layout=split)
-    assert grade(plain, shared).why == ("mesh.sequence_parallel False -> True",)
+    assert grade(plain, shared).why == ("mesh.sequence_parallel absent -> True",)
 
 
 @pytest.mark.parametrize(
