@@ -147,6 +147,8 @@ class _TokenLosses(torch.autograd.Function):
             dx_TD[low : low + chunk] = dx
             if rule.axis is not None and low + chunk >= tokens:
                 coming = rule.axis.scatter_sum(dx_TD) if rule.spread else rule.axis.sum(dx_TD)
+            if not ctx.needs_input_grad[1]:
+                continue
             x = (x * scale).masked_fill_(absent_T1, 0.0)
             if dw_ND is None:
                 dw_ND = product(logits.t(), x).to(sums)
@@ -166,7 +168,7 @@ class _TokenLosses(torch.autograd.Function):
         dx_SD, dw_ND = ctx.saved_tensors
         # Saves two passes in the usual case; elsewhere reading the value would stop the device's queue.
         if dobjective.device.type != "cpu" or dobjective.item() != 1.0:
-            dx_SD, dw_ND = dx_SD * dobjective, dw_ND * dobjective
+            dx_SD, dw_ND = dx_SD * dobjective, None if dw_ND is None else dw_ND * dobjective
         return dx_SD, dw_ND, None, None, None, None
 
 

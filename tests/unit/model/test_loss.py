@@ -130,3 +130,14 @@ def test_a_target_beyond_the_vocabulary_is_an_error_with_smoothing_too():
     targets[3] = V
     with pytest.raises(RuntimeError, match="out of bounds"):
         token_losses(x, w, targets, 1.0, smoothing=0.1)
+
+
+def test_a_frozen_weight_gets_no_gradient_and_no_product(monkeypatch):
+    x, w, targets = leaves()
+    want = torch.autograd.grad(token_losses(x, w, targets, 0.5)[0] * 3, x)[0]
+    products = []
+    inner = loss.product
+    monkeypatch.setattr(loss, "product", lambda *a, **k: products.append(a) or inner(*a, **k))
+    objective, _ = token_losses(x, w.detach(), targets, 0.5)
+    assert torch.equal(torch.autograd.grad(objective * 3, x)[0], want)
+    assert len(products) == 2  # logits and dx of one chunk
