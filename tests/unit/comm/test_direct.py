@@ -27,7 +27,7 @@ class TornLink:
 
     def __init__(self) -> None:
         self.board = np.zeros((2, 2, 4), dtype=np.int64)
-        self.comm = SimpleNamespace(ranks=[0, 1], rank=0, timeout_s=1.0)
+        self.comm = SimpleNamespace(ranks=[0, 1], rank=0, timeout_s=1.0, alarm=None)
         self.copies = [np.array([1, 111, 8, 0]), np.array([1, 222, 16, 0])]
         self.fetched: list[int] = []
 
