@@ -82,7 +82,7 @@ class Refused(SiraraError):
     """Rank 0 could not begin; the others leave with its exit code."""
 
     def __init__(self, what: str, *, exit_code: int) -> None:
-        super().__init__(what, code="SR702")
+        super().__init__(what, code="SR704")
         self.exit_code = Exit(exit_code)
 
 
