@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from sirara.errors import LayoutError
 from sirara.model.attend import Mask, alibi_slopes
 from sirara.model.attention import KvCache
 from sirara.model.blocks import Block, Embed, Head
@@ -64,13 +65,22 @@ class Decoder(nn.Module):
         return [self.embed, *self.blocks, self.head]
 
     def set_axis(self, axis: Axis) -> None:
-        """Every unit computes with this rank's part of its tensors, which the caller gives to the parameters."""
+        """Every unit computes with this rank's part of its tensors, which the caller gives to the parameters.
+
+        Raises: LayoutError when heads or ffn cannot be dealt out evenly.
+        """
+        heads, kv, ffn = self.shape.heads, self.shape.kv_heads, self.shape.ffn
+        if heads % axis.size or ffn % axis.size or (kv % axis.size and axis.size % kv):
+            raise LayoutError(
+                f"{heads} heads, {kv} kv heads and an ffn of {ffn} cannot be dealt out to {axis.size} ranks",
+                why="heads and ffn must be divisible by their number, kv heads divide it or be divisible by it",
+                try_=["another mesh.tp"],
+            )
         for wiring in self.wirings:
             wiring.axis = axis if axis.size > 1 else None
         if self.mask.slopes is not None:
-            heads = self.shape.heads // axis.size
-            own = slice(axis.rank * heads, (axis.rank + 1) * heads)
-            self.mask.keep_heads(alibi_slopes(self.shape.heads)[own])
+            own = slice(axis.rank * heads // axis.size, (axis.rank + 1) * heads // axis.size)
+            self.mask.keep_heads(alibi_slopes(heads)[own])
 
     def split_backward(self) -> Deferral:
         """From now on linear layers leave their weight gradients to the deferral while it is active.

@@ -1,12 +1,15 @@
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from sirara.errors import InvariantError, LayoutError
 from sirara.model.attention import KvCache
 from sirara.model.decoder import Decoder
+from sirara.model.split import Pending
 from sirara.pure.families import FAMILIES, ModelShape, init_slice, unit_specs
 from sirara.pure.rng import DropoutKey
 
@@ -219,3 +222,42 @@ def test_a_block_compiles_without_a_graph_break_and_computes_the_same(family):
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=False)
     for a, b in zip(run(compiled), run(block), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@dataclass
+class NoRanks:
+    """An axis on paper."""
+
+    size: int
+    rank: int = 0
+    sequence: bool = False
+
+    def sum(self, x_TD: Tensor) -> Pending:
+        raise NotImplementedError
+
+    scatter_sum = gather_tokens = sum
+
+    def gather_small(self, row_N: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("degree", [3, 8])
+def test_heads_that_cannot_be_dealt_out_are_refused(degree):
+    with pytest.raises(LayoutError, match=f"4 heads, 2 kv heads and an ffn of 192 .* {degree} ranks"):
+        Decoder(shape_of("llama")).set_axis(NoRanks(degree))
+
+
+def test_a_head_that_is_cut_refuses_to_make_logits():
+    decoder = initialised(shape_of("llama"))
+    decoder.set_axis(NoRanks(2))
+    with pytest.raises(InvariantError, match="whole vocabulary"):
+        decoder.head.logits(torch.ones(1, 2, 64))
+
+
+def test_an_axis_of_one_rank_changes_nothing():
+    decoder = initialised(shape_of("bloom"))
+    want = by_units(decoder)
+    decoder.set_axis(NoRanks(1))
+    got = by_units(decoder)
+    for a, b in zip([got[0], *got[1]], [want[0], *want[1]], strict=True):
+        assert torch.equal(a, b)
