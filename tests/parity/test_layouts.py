@@ -42,7 +42,7 @@ LARGE: list[dict[str, Any]] = [
         "dropout": 0.1,
         "optimizer": "muon",
     },
-    {"pp": 2, "dp": 3, "zero": 3, "family": "bloom", "schedule": "interleaved", "microbatches": 5},
+    {"pp": 2, "dp": 3, "zero": 3, "family": "bloom", "schedule": "interleaved", "microbatches": 4},
     {"pp": 4, "tp": 2, "zero": 1, "family": "qwen3", "schedule": "zb-h1", "tied": False},
     {"tp": 2, "dp": 3, "zero": 3, "family": "bloom", "gather": "step", "sequence": True, "tied": False},
     {"tp": 4, "family": "llama, 2 kv heads", "schedule": "zb-h1", "dropout": 0.1},
@@ -94,7 +94,7 @@ def test_lower_precisions_have_the_bits_of_one_process(precision: str, layout: R
 
 def test_tensor_parallelism_in_fp32_stays_within_1e_5_of_one_process(stores: Path) -> None:
     for layout in ({"tp": 2, "dp": 2, "zero": 2}, {"tp": 2, "pp": 2, "sequence": True}):
-        case = PLAIN | layout | {"precision": "fp32", "microbatches": 5}
+        case = PLAIN | layout | {"precision": "fp32", "microbatches": 1}
         got, expected = run(case, stores, LONG_STEPS), oracle(case, stores, LONG_STEPS)
         for there, here in zip(got.steps, expected.steps, strict=True):
             for a, b in zip(there, here, strict=True):
