@@ -191,6 +191,13 @@ def _pipeline(config: "RunConfig") -> None:
                 "mesh.schedule=interleaved" if mesh.schedule == "zb-v" else "mesh.schedule=1f1b",
             ],
         )
+    if config.train.compile and config.train.recompute == "selective":
+        raise ConfigError(
+            "train.compile=true does not go with train.recompute=selective",
+            where="train.recompute",
+            why="inside a compiled block the compiler decides what is kept",
+            try_=["train.recompute=none", "train.recompute=full", "train.compile=false"],
+        )
 
 
 def _sharding(config: "RunConfig") -> None:

@@ -132,6 +132,12 @@ def test_virtual_stages_that_a_schedule_does_not_run_name_schedules_that_do(sche
         run_config(mesh={"pp": 2, "schedule": other, "virtual_stages": chunks})
 
 
+def test_compiled_blocks_decide_by_themselves_what_they_keep():
+    error = refused(train={"compile": True, "recompute": "selective"})
+    assert error.where == "train.recompute"
+    run_config(train={"compile": True, "recompute": "full"})
+
+
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_compiled_blocks_have_no_split_backward(schedule):
     error = refused(mesh={"pp": 2, "schedule": schedule}, train={"compile": True})
