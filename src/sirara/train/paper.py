@@ -1,7 +1,6 @@
 """Lets a training step run on meta tensors: quickly, and although it reads a few values.
 
-    read by the host          loss, norms, flags: zero
-    copied to the device      stays where it is, value and all, so that ranks can agree on it
+    read by the host          loss, norms, flags: zero; but what the host has sent there is what it was
     searched (nonzero)        every element is found, the most that can be
     computed                  the first time by torch's meta kernels, which check it; then by what came out of them
 
@@ -57,6 +56,8 @@ class OnPaper(TorchDispatchMode):
         super().__init__()
         self._natures: dict[Any, _Nature] = {}
         self._results: dict[Hashable, list[_Form] | _Form | None] = {}
+        # By storage, with the meta tensor, whose storage must live as long as its number stands here.
+        self._sent: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(
         self,
@@ -69,10 +70,8 @@ class OnPaper(TorchDispatchMode):
         if func is _ATEN._to_copy.default and "device" in options:
             there = options["device"]
             if there is not None and torch.device(there).type != args[0].device.type:
-                dtype = options.get("dtype") or args[0].dtype
-                if args[0].is_meta:
-                    return torch.zeros(args[0].shape, dtype=dtype)
-                return args[0].to(dtype, copy=True)
+                moved = self._read(args[0]) if args[0].is_meta else self._send(args[0])
+                return moved.to(options.get("dtype") or moved.dtype)
         elif func is _ATEN._local_scalar_dense.default and args[0].is_meta:
             return 0
         elif func is _ATEN.nonzero.default and args[0].is_meta:
@@ -81,6 +80,18 @@ class OnPaper(TorchDispatchMode):
         if nature is None:
             nature = self._natures[func] = _nature(func)
         return self._remembered(func, nature, args, options) if nature.known else func(*args, **options)
+
+    def _send(self, host: Tensor) -> Tensor:
+        """The tensor on paper; its values are kept, for whoever reads them again."""
+        paper = torch.empty(host.shape, dtype=host.dtype, device=META)
+        self._sent[paper.untyped_storage()._cdata] = (paper, host.contiguous())
+        return paper
+
+    def _read(self, paper: Tensor) -> Tensor:
+        sent = self._sent.get(paper.untyped_storage()._cdata)
+        if sent is None or sent[1].dtype != paper.dtype:
+            return torch.zeros(paper.shape, dtype=paper.dtype)
+        return sent[1].as_strided(paper.shape, paper.stride(), paper.storage_offset())
 
     def _remembered(
         self, func: Any, nature: _Nature, args: tuple[Any, ...], options: Mapping[str, Any]
