@@ -164,23 +164,29 @@ def embedding_part(index_BL: Tensor, weight_ND: Tensor, vocab: int, axis: Axis) 
 class _EmbeddingPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, index_BL: Tensor, weight_ND: Tensor, first: int, axis: Axis) -> Tensor:
+        rows, width = weight_ND.shape
         index_T = index_BL.flatten() - first
-        # Ascending, so that a row's gradients add up in the order of the tokens.
-        own = ((index_T >= 0) & (index_T < weight_ND.shape[0])).nonzero().flatten()
-        index = index_T[own]
-        ctx.save_for_backward(own, index)
-        ctx.rows, ctx.axis, ctx.x_shape = weight_ND.shape[0], axis, (*index_BL.shape, weight_ND.shape[1])
-        x_TD = weight_ND.new_zeros(index_T.numel(), weight_ND.shape[1])
-        x_TD.index_copy_(0, own, weight_ND.index_select(0, index))
-        return axis.scatter_sum(x_TD).wait() if axis.sequence else axis.sum(x_TD).wait().view(ctx.x_shape)
+        elsewhere_T = (index_T < 0) | (index_T >= rows)
+        # Row N stands for all tokens of other ranks.
+        index_T.masked_fill_(elsewhere_T, rows)
+        ctx.save_for_backward(index_T)
+        ctx.rows, ctx.axis = rows, axis
+        if rows:
+            x_TD = weight_ND.index_select(0, index_T.clamp(max=rows - 1))
+            x_TD.masked_fill_(elsewhere_T.unsqueeze(1), 0.0)
+        else:
+            x_TD = weight_ND.new_zeros(index_T.numel(), width)
+        if axis.sequence:
+            return axis.scatter_sum(x_TD).wait()
+        return axis.sum(x_TD).wait().view(*index_BL.shape, width)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        own, index = ctx.saved_tensors
+        (index_T,) = ctx.saved_tensors
         dy_TD = grad_outputs[0].reshape(-1, grad_outputs[0].shape[-1])
         if ctx.axis.sequence:
             dy_TD = ctx.axis.gather_tokens(dy_TD).wait()
-        return None, _row_sums(dy_TD.index_select(0, own), index, ctx.rows), None, None
+        return None, _row_sums(dy_TD, index_T, ctx.rows + 1)[: ctx.rows], None, None
 
 
 def _row_sums(dy: Tensor, index: Tensor, rows: int) -> Tensor:
