@@ -42,12 +42,13 @@ def linear(
     """
     wiring = wiring or Wiring()
     how = _How(len(weights), transposed, part, wiring.axis, wiring.deferral)
-    run = _Linear.apply if how.axis is None else _eagerly
+    run = _eagerly if how.axis is not None and torch.compiler.is_compiling() else _Linear.apply
     return run(x, how, remake, *weights, *(biases or ()))
 
 
 @torch.compiler.disable()
 def _eagerly(x: Tensor, how: "_How", remake: Remake | None, *params: Tensor) -> Tensor:
+    # Exchanges cannot be traced: compiled code ends before them and goes on after them.
     return _Linear.apply(x, how, remake, *params)
 
 
