@@ -112,9 +112,11 @@ def assemble(
     frozen: tuple[str, ...] = (),
     dtypes: dict[str, str] | None = None,
     seed: int = 7,
+    model: Any = None,
+    table: tuple[UnitSpec, ...] | None = None,
     **layout: Any,
 ) -> tuple[Stage, Mesh, Deal]:
-    """The toy on the ranks of the current group, dp x pp of them, with its initial weights."""
+    """The toy, or another model with its table of tensors, on the ranks of the current group, with initial weights."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = World(rank=rank, size=size, local_rank=rank, local_size=size, node=0)
@@ -122,22 +124,22 @@ def assemble(
     comms = connect_axes(world, mesh.groups(), timeout_s=20, direct=direct)
     kind = precision_of(precision)
     dealt = deal(microbatches, mesh.dp, block, max_k=0 if zero >= 2 else 3)
-    table = make_schedule(schedule, ranks=pp, chunks=chunks_of(schedule), microbatches=dealt.places)
-    units = with_frozen(specs(tied=tied), frozen)
+    actions = make_schedule(schedule, ranks=pp, chunks=chunks_of(schedule), microbatches=dealt.places)
+    units = with_frozen(table or specs(tied=tied), frozen)
     if dtypes:
         units = tuple(
             replace(u, tensors=tuple(replace(t, dtype=dtypes.get(t.local)) for t in u.tensors)) for u in units
         )
     split = split_units(
-        [1.0] * len(units), table.stages, owners=[table.rank_of(s) for s in range(table.stages)]
+        [1.0] * len(units), actions.stages, owners=[actions.rank_of(s) for s in range(actions.stages)]
     )
     stage = parallelize(
-        Toy(),
+        model or Toy(),
         units,
         Layout(
             zero=zero,
             deal=dealt,
-            schedule=table,
+            schedule=actions,
             split=split,
             hidden=HIDDEN,
             weights=kind.weights,

@@ -16,6 +16,7 @@ from tests.parity.layouts import (
     LONG_STEPS,
     PLAIN,
     RULES,
+    SMALL,
     STEPS,
     check,
     make_store,
@@ -48,6 +49,7 @@ LARGE: list[dict[str, Any]] = [
     {"tp": 4, "family": "llama, 2 kv heads", "schedule": "zb-h1", "dropout": 0.1},
     {"tp": 4, "family": "gpt2", "sequence": True, "recompute": "full"},
     {"tp": 4, "family": "llama, 1 kv head", "sequence": True, "tied": False, "optimizer": "muon"},
+    {"tp": 4, "family": "llama", "vocab": SMALL, "smoothing": 0.1},
 ]
 """More than four ranks, and tp 4: sums of more than two, two kv heads on four ranks, vocabulary 17 17 17 16."""
 
