@@ -22,6 +22,7 @@ from sirara.train.ranges import Optimizer, Plane, Range
 
 Tensor = torch.Tensor
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What one step did; `lr` is the rate of its update.  `bad_parameter` names the first non-finite gradient: then
