@@ -70,71 +70,20 @@ MEMORY = {
 # ---- inside a worker
 
 
-class Ours:
-    """Our step pipeline over the same model, fed from the same tensors."""
-
-    def __init__(self, ranks, microbatches, precision, *, compile, fast):
-        import torch
-        from benchmarks import peers
-
-        from sirara.comm.world import World, world_comm
-        from sirara.model.decoder import Decoder
-        from sirara.parallel.parallelize import Layout, parallelize
-        from sirara.parallel.stage import Inputs
-        from sirara.pure.families import ModelShape, init_slice, unit_specs
-        from sirara.pure.tree import deal
-        from sirara.train.optim import AdamW
-        from sirara.train.precision import precision_of
-        from sirara.train.step import Step
-
-        rank = int(os.environ.get("RANK", 0))
-        world = World(rank=rank, size=ranks, local_rank=rank, local_size=ranks, node=0)
-        comm = world_comm(world, timeout_s=120)
-        kind = precision_of("bf16" if precision == "autocast" else precision)
-        self.deal = deal(microbatches * ranks, ranks)
-        shape = ModelShape(
-            family="llama",
-            layers=peers.LAYERS,
-            hidden=peers.HIDDEN,
-            heads=peers.HEADS,
-            ffn=peers.FFN,
-            vocab=peers.VOCAB,
-            max_seq=peers.SEQ,
-            tie_embeddings=False,
-        )
-        specs = unit_specs(shape)
-        model = Decoder(shape, device="meta", dtype=kind.weights)
-        layout = Layout(
-            zero=1, deal=self.deal, weights=kind.weights, sums=kind.sums, compile=compile, fast=fast
-        )
-        stage = parallelize(model, specs, layout, comm=comm, device=torch.device("cpu"))
-        stage.zero.initialise(lambda spec, a, b: torch.from_numpy(init_slice(spec, 0, a, b)))
-        optimizer = AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-        for flat in stage.zero.groups:
-            flat.state = {name: torch.zeros_like(flat.master_U) for name in optimizer.state_names}
-        self.stepper = Step(stage=stage, comm=comm, deal=self.deal, optimizer=optimizer, clip=1.0)
-        self.rank, self.ranks, self.update = rank, ranks, 0
-        self.inputs = Inputs
-        self.positions = torch.arange(peers.SEQ).expand(MICRO, peers.SEQ)
-
-    def step(self, batches):
-        inputs = {
-            i: self.inputs(tokens_BL=tokens, targets_BL=targets, positions_BL=self.positions)
-            for i, (tokens, targets) in zip(self.deal.mine(self.rank), batches, strict=True)
-        }
-        valid = sum(int(t.numel()) for _, t in batches) * self.ranks
-        losses = self.stepper.accumulate(inputs, valid_targets=valid, keys=None)
-        self.update += 1
-        self.stepper.finish(losses, valid_targets=valid, lr=3e-4, update=self.update, request=0)
-        self.stepper.stage.zero.wait_all()
-        return sum(losses)
-
-
-def make_side(side, ranks, microbatches, precision, compile):
-    from benchmarks.peers import Peer
+def make_side(side, microbatches, precision, compile):
+    from benchmarks.peers import SMALL, Peer
 
     if side in ("ours", "fast"):
-        return Ours(ranks, microbatches, precision, compile=compile, fast=side == "fast")
+        from benchmarks.ours import Ours
+
+        return Ours(
+            precision,
+            microbatches=microbatches,
+            micro=MICRO,
+            size=SMALL,
+            compile=compile,
+            fast=side == "fast",
+        )
     return Peer(side, precision, compile=compile)
 
 
@@ -159,7 +108,7 @@ def worker(spec):
 
     batches = [fresh() for _ in range(microbatches)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    sides = [make_side(side, ranks, microbatches, precision, compile) for side in spec["sides"]]
+    sides = [make_side(side, microbatches, precision, compile) for side in spec["sides"]]
     times = [[] for _ in sides]
     for n in range(spec["warm"] + spec["pairs"]):
         for k, side in enumerate(sides):
