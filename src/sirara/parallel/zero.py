@@ -18,8 +18,6 @@ Shape letters: P elements of the padded group, S = P / dp elements of a shard, U
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import prod
 
 import torch
 from torch import nn
@@ -27,63 +25,14 @@ from torch import nn
 from sirara.comm.group import Transfer
 from sirara.comm.world import Comms
 from sirara.errors import InvariantError
+from sirara.parallel.flat import FlatGroup, InitSlice, read_piece
 from sirara.parallel.reduce import FastSum, GradientSum, Pool
 from sirara.parallel.window import Window
-from sirara.pure.families import TensorSpec
-from sirara.pure.groups import Group, Piece
+from sirara.pure.groups import Group
 from sirara.pure.tree import Deal
 
 Tensor = torch.Tensor
-InitSlice = Callable[[TensorSpec, int, int], Tensor]
-"""(tensor, start, stop) -> its initial elements [start, stop) in C order, 1-D, of any float dtype."""
-
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_SLAB = 1 << 20
-"""Elements of a tensor that are drawn or read at once where a rank holds some columns of its rows."""
-
-
-@dataclass(slots=True, kw_only=True)
-class FlatGroup:
-    """One flat group as it lives on one rank.
-
-    Attributes:  index: its number among all groups of the model.
-                 weights_P: what forward reads, in the model dtype; None at stage 3.  weights_S: this rank's shard.
-                 master_U: what the optimizer updates; a view of the weights when both have one dtype; None where
-                 nothing is updated here.
-                 shard: flat elements [lo, hi) whose reduced gradient and saved state are this rank's.
-                 updated: flat elements that this rank updates: the shard, or all of it at stage 0.
-                 sums: the gradient of each use that is on this rank.
-                 guest: the first use is on another pipeline stage, which updates the weights; here is a copy.
-                 partners: the pipeline ranks that hold such copies (for the owner), or the owner (for a guest).
-    """
-
-    index: int
-    group: Group
-    weights_P: Tensor | None
-    weights_S: Tensor
-    master_U: Tensor | None
-    shard: tuple[int, int]
-    updated: tuple[int, int]
-    sums: dict[int, GradientSum]
-    guest: bool
-    partners: tuple[int, ...]
-    state: dict[str, Tensor] = field(default_factory=dict)
-    publishing: Transfer | None = None
-
-    @property
-    def has_master(self) -> bool:
-        return self.master_U is not None and self.master_U.dtype != self.weights_S.dtype
-
-    @property
-    def trained(self) -> bool:
-        """Whether this rank updates (its shard of) the group."""
-        return self.group.trainable and not self.guest
-
-    @property
-    def weights_U(self) -> Tensor:
-        """The updated range of the weights."""
-        whole = self.weights_P is not None and self.updated != self.shard
-        return self.weights_P if whole and self.weights_P is not None else self.weights_S
 
 
 class Zero:
@@ -442,24 +391,3 @@ class Zero:
             yield "optimizer", sum(t.numel() * t.element_size() for t in flat.state.values())
         yield "window", self.window.bytes if self.window is not None else 0
         yield "gradients and exchange", self.pool.bytes_made
-
-
-def read_piece(piece: Piece, read: InitSlice) -> Tensor:
-    """A piece's elements in order, from a source that gives runs of whole tensors.
-
-    Where the piece holds columns of many rows, whole rows are read in slabs and cut.
-    """
-    parts: list[Tensor] = []
-    shape, row = piece.tensor.shape, prod(piece.tensor.shape[1:])
-    for box in piece.boxes:
-        if not shape or box.size[1:] == shape[1:]:
-            start = box.offset[0] * row if shape else 0
-            parts.append(read(piece.tensor, start, start + box.volume))
-            continue
-        step = max(1, _SLAB // row)
-        columns = tuple(slice(o, o + n) for o, n in zip(box.offset[1:], box.size[1:], strict=True))
-        for low in range(box.offset[0], box.offset[0] + box.size[0], step):
-            high = min(low + step, box.offset[0] + box.size[0])
-            rows = read(piece.tensor, low * row, high * row).view(high - low, *shape[1:])
-            parts.append(rows[(slice(None), *columns)].reshape(-1))
-    return torch.cat(parts) if len(parts) > 1 else parts[0]

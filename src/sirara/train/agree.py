@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from sirara.mesh import Mesh
+from sirara.parallel.flat import FlatGroup
 from sirara.parallel.parallelize import Stage
-from sirara.parallel.zero import FlatGroup
 from sirara.pure.groups import GRAIN, Group
 from sirara.pure.tree import Deal, aligned_nodes, combine, node_sums
 

@@ -17,8 +17,9 @@ from sirara.checkpoint.reader import Snapshot
 from sirara.comm.group import Comm
 from sirara.errors import CheckpointError
 from sirara.mesh import Mesh
+from sirara.parallel.flat import FlatGroup
 from sirara.parallel.parallelize import Stage
-from sirara.parallel.zero import FlatGroup, Zero
+from sirara.parallel.zero import Zero
 from sirara.pure.groups import Group, Piece
 from sirara.pure.layout import Box
 from sirara.pure.saveplan import PlannedTensor
