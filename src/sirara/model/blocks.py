@@ -113,7 +113,8 @@ class Head(nn.Module):
             self.proj.weight,
             targets_BL.flatten(),
             scale,
-            smoothing=self.label_smoothing,
+            # Evaluation is plain cross-entropy, so that exp(loss) is a perplexity.
+            smoothing=self.label_smoothing if torch.is_grad_enabled() else 0.0,
             vocab=self.vocab,
             axis=self.wiring.axis,
         )

@@ -24,7 +24,7 @@ class Decoder(nn.Module):
     """Embedding, blocks, head of a `ModelShape`; on `meta` until somebody gives the parameters memory.
 
     dropout: of the embedding and of what a block adds to its input.  attention_dropout: of attention weights.
-    label_smoothing: the part of each target that is spread evenly over the vocabulary, in all losses.
+    label_smoothing: the part of each target that is spread evenly over the vocabulary in training.
     """
 
     def __init__(

@@ -3,7 +3,9 @@ import torch
 from torch.nn import functional
 
 from sirara.model import loss
+from sirara.model.decoder import Decoder
 from sirara.model.loss import token_losses
+from sirara.pure.shape import ModelShape
 
 T, D, V = 50, 16, 37
 
@@ -141,3 +143,21 @@ def test_a_frozen_weight_gets_no_gradient_and_no_product(monkeypatch):
     objective, _ = token_losses(x, w.detach(), targets, 0.5)
     assert torch.equal(torch.autograd.grad(objective * 3, x)[0], want)
     assert len(products) == 2  # logits and dx of one chunk
+
+
+def test_evaluation_is_plain_cross_entropy_where_training_is_smoothed():
+    shape = ModelShape(family="llama", layers=1, hidden=16, heads=2, vocab=11, max_seq=4)
+    heads = [Decoder(shape, label_smoothing=s, device="cpu").head for s in (0.0, 0.3)]
+    for head in heads:
+        for p in head.parameters():
+            torch.nn.init.constant_(p, 0.5)
+        torch.nn.init.normal_(head.proj.weight, generator=torch.Generator().manual_seed(1))
+    x, targets = (
+        torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(2)),
+        torch.tensor([[1, 2, -100, 4]]),
+    )
+    trained = [head(x.requires_grad_(), targets, 1.0)[1] for head in heads]
+    with torch.no_grad():
+        evaluated = [head(x, targets, 1.0)[1] for head in heads]
+    assert not torch.equal(*trained) and torch.equal(*evaluated)
+    assert torch.equal(trained[0], evaluated[0])
