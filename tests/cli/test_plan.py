@@ -106,6 +106,11 @@ def test_text_names_the_rank_its_stage_groups_bytes_and_that_all_was_played(conf
     assert "all other figures were played, 4 of 4 microbatches" in text
 
 
+def test_a_long_stage_is_named_by_its_ends(config: Path):
+    text = plan(config, "mesh.pp=1", "--trace")
+    assert "6 units: embed, block.0 to block.3, head" in text
+
+
 def test_overrides_change_what_is_traced(config: Path):
     found = json.loads(plan(config, "mesh.tp=2", "--mesh.zero=3", "--trace", "--json"))
     assert found["mesh"]["tp"] == 2 and found["held"]["window"] > 0 and found["traffic"]["tp"]["bytes"] > 0

@@ -29,6 +29,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "split backward": {"mesh": {"pp": 2, "dp": 2, "schedule": "zb-v", "zero": 2}},
     "one replica each": {"mesh": {"dp": 4, "zero": 0}},
     "ranks without a microbatch": {"mesh": {"dp": 4, "zero": 3}, "train": {"global_batch": 12}},
+    "matrices that travel": {
+        "family": "llama",
+        "mesh": {"dp": 2, "tp": 2, "zero": 1},
+        "train": {"optimizer": {"name": "muon"}},
+    },
     "sums by the library": {"mesh": {"dp": 4, "zero": 2}, "numerics": "fast"},
 }
 

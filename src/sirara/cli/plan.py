@@ -79,7 +79,7 @@ def _text(t: "Trace", config: RunConfig) -> list[str]:
     lines = [
         f"{'rank':<14}{mesh.rank} of {mesh.world:,}: {places}; zero {m.zero}, {config.train.precision}",
         f"{'parameters':<14}{t.parameters:,} of the model, {t.parameters_here:,} on this rank",
-        *(f"{f'stage {s}':<14}{len(units)} units: {', '.join(units)}" for s, units in t.stages.items()),
+        *(f"{f'stage {s}':<14}{len(units)} units: {_named(units)}" for s, units in t.stages.items()),
         f"{'flat groups':<14}{len(t.groups)}: {elements:,} elements and {padding:,} of padding",
         *_group_lines(t.groups),
         f"{'held':<14}{_gib(sum(t.held.values()))} after the step",
@@ -95,17 +95,27 @@ def _text(t: "Trace", config: RunConfig) -> list[str]:
     return lines
 
 
+def _named(units: tuple[str, ...]) -> str:
+    """The units of a stage; blocks are neighbours, so the first and the last one name them all."""
+    blocks = [unit for unit in units if unit.startswith("block.")]
+    if len(blocks) < 4:
+        return ", ".join(units)
+    ends = [unit for unit in units if unit not in blocks]
+    return ", ".join([*ends[: units[0] in ends], f"{blocks[0]} to {blocks[-1]}", *ends[units[0] in ends :]])
+
+
 def _group_lines(groups: "tuple[GroupLine, ...]") -> list[str]:
     """One line for all groups that differ in the number of their block alone."""
 
     def alike(g: "GroupLine") -> tuple[Any, ...]:
         return (re.sub(r"\.\d+", ".*", g.name), g.elements, g.padding, g.shard, g.guest)
 
+    width = max(len(g.name) for g in groups)
     lines = []
     for (name, elements, padding, shard, guest), same in groupby(sorted(groups, key=alike), key=alike):
         of = "a copy" if guest else f"shard {shard:,}"
         lines.append(
-            f"  {len(list(same)):>3} x {name:<28}{elements:>16,} elements{padding:>8,} padding, {of}"
+            f"  {len(list(same)):>3} x {name:<{width}}{elements:>16,} elements{padding:>8,} padding, {of}"
         )
     return lines
 

@@ -17,12 +17,15 @@ from sirara.config.check import check_layout, frozen_names
 from sirara.config.schema import RunConfig
 from sirara.errors import ConfigError, InvariantError, LayoutError
 from sirara.mesh import Mesh
+from sirara.parallel.flat import FlatGroup
 from sirara.parallel.stage import Inputs
-from sirara.parallel.zero import FlatGroup
 from sirara.pure.families import ModelShape, parameter_count, unit_specs, with_frozen
 from sirara.pure.rng import DropoutKey
 from sirara.train.assemble import Assembly, assemble
 from sirara.train.paper import META, OnPaper
+
+HELD = ("weights", "masters", "optimizer", "window", "gradients and exchange")
+"""What `Zero.bytes_held` tells apart, in the order in which a trace shows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +58,12 @@ class Traffic:
 class Trace:
     """What one rank of a layout holds, and what it does in one step.
 
-    parameters: of the whole model.  parameters_here: elements that this rank computes with, every copy of a tied
-    weight counted once.  stages: per (virtual) stage of the rank its units.  held: bytes by kind after the step.
-    actions: of the pipeline's row by kind, played.  microbatches, dealt: of the step, and of this rank.
+    parameters: of the whole model, counted from its tensors; all else was built and played.
+    parameters_here: elements that this rank computes with.  groups: its flat groups.
+    stages: per (virtual) stage of the rank its units.  held: bytes by kind after the step.
+    traffic: by purpose: the axes dp, tp and pp, "ties" (tied weights over stages), "copies" (replicated weights over
+    tp), "plane" (Muon's matrices), "world" (all ranks agree).  actions: of the pipeline's row, by kind.
+    microbatches: of the step; dealt: to this rank; places: of the rank that has most; block: added up locally.
     """
 
     mesh: Mesh
@@ -99,7 +105,7 @@ def trace(config: RunConfig, shape: ModelShape, *, rank: int) -> Trace:
     )
     play(built, config, mesh)
     stage, zero = built.stepper.stage, built.state.zero
-    held: Counter[str] = Counter()
+    held: dict[str, int] = dict.fromkeys(HELD, 0)
     for what, size in zero.bytes_held():
         held[what] += size
     return Trace(
@@ -108,7 +114,7 @@ def trace(config: RunConfig, shape: ModelShape, *, rank: int) -> Trace:
         parameters_here=sum(slot.numel for flat in zero.groups for slot in flat.group.slots),
         groups=tuple(_line(flat, mesh.dp) for flat in zero.groups),
         stages={s: tuple(specs[unit].name for unit in chunk.units) for s, chunk in stage.chunks.items()},
-        held=dict(held),
+        held=held,
         traffic=_traffic(built),
         microbatches=built.deal.microbatches,
         dealt=len(built.deal.mine(mesh.coordinate("dp"))),
