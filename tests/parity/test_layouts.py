@@ -86,12 +86,39 @@ def test_many_ranks_equal_one_process(change: Row, stores: Path) -> None:
     check(PLAIN | change, stores, STEPS)
 
 
+LOWER: list[Row] = [
+    {"pp": 2, "dp": 2, "zero": 3},
+    {"pp": 4, "zero": 1, "schedule": "zb-v"},
+    {"dp": 2, "zero": 1, "microbatches": 4},
+]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "layout", [{"pp": 2, "dp": 2, "zero": 3}, {"pp": 4, "zero": 1, "schedule": "zb-v"}], ids=str
-)
+@pytest.mark.parametrize("layout", LOWER, ids=str)
 def test_lower_precisions_have_the_bits_of_one_process(precision: str, layout: Row, stores: Path) -> None:
     check(PLAIN | layout | {"precision": precision, "dropout": 0.1}, stores, STEPS)
+
+
+def test_initial_weights_and_the_first_loss_know_nothing_of_the_layout(stores: Path) -> None:
+    expected = oracle(PLAIN, stores, 2)
+    for layout in (
+        {"tp": 4},
+        {"tp": 2, "pp": 2, "zero": 3, "sequence": True},
+        {"pp": 4},
+        {"dp": 3, "zero": 3},
+    ):
+        got = run(PLAIN | layout, stores, 2)
+        assert got.begin == expected.begin
+        first, true = (float.fromhex(trace.steps[0][0]) for trace in (got, expected))
+        assert first == true if "tp" not in layout else abs(first - true) <= 1e-14 * true
+
+
+def test_copies_over_tp_stay_equal_in_bf16(stores: Path) -> None:
+    # `run` compares the replicas; rounding differs over tp, so the losses only come near.
+    case = PLAIN | {"family": "qwen3", "precision": "bf16", "tp": 2, "dp": 2, "zero": 1, "sequence": True}
+    got, expected = run(case, stores, STEPS), oracle(case, stores, STEPS)
+    for (a, _), (b, _) in zip(got.steps, expected.steps, strict=True):
+        assert float.fromhex(a) == pytest.approx(float.fromhex(b), rel=1e-2)
 
 
 def test_tensor_parallelism_in_fp32_stays_within_1e_5_of_one_process(stores: Path) -> None:

@@ -146,7 +146,7 @@ def test_a_bad_gradient_is_named_alike_and_nothing_changes(layout: Row, stores: 
     case = BASE | layout
     # Every layout sees some of the places, and all places are seen by several layouts.
     start = LAYOUTS.index(layout)
-    for n in range(3):
+    for n in range(2):
         unit, tensor = PLACES[(start + 3 * n) % len(PLACES)]
         value = (math.nan, math.inf)[(start + n) % 2]
         expected = one_process(case["optimizer"], stores, unit, tensor, value)
@@ -159,7 +159,7 @@ def test_a_bad_gradient_is_named_alike_and_nothing_changes(layout: Row, stores: 
         assert got[-2][2] is None and got[-2][4] != before[4]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[3:], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[4::3], ids=str)
 def test_a_bad_hidden_state_is_named_alike_and_nothing_changes(layout: Row, stores: Path) -> None:
     case = BASE | layout
     for unit in (0, LAYERS // 2):

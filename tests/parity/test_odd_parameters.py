@@ -24,25 +24,27 @@ from tests.toy import HIDDEN, LENGTH, Embed, Head, assemble
 from tests.toy import specs as toy_specs
 
 BLOCKS, STEPS, MICROBATCHES, SEED = 4, 3, 7, 7
+GAINS = (1023, 1024, 1025, HIDDEN + 1)
+"""Sizes that fill a grain to the last element but one, to the last, and beyond: a gain has a flat group of its own."""
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, gains: int):
         super().__init__()
         self.mix = nn.Linear(HIDDEN, HIDDEN, device="meta")
-        self.gain = nn.Parameter(torch.empty(HIDDEN + 1, device="meta"))
+        self.gain = nn.Parameter(torch.empty(gains, device="meta"))
         self.empty = nn.Parameter(torch.empty(0, HIDDEN, device="meta"))
         self.unused = nn.Parameter(torch.empty(3, device="meta"))
 
     def forward(self, x_BLD, positions_BL, documents_BL, key):
         gain = self.gain.to(x_BLD.dtype)
         mixed = torch.tanh(self.mix(x_BLD)).cumsum(dim=1) / (1 + positions_BL[..., None])
-        return x_BLD * gain[-1] + mixed * gain[:-1] + self.empty.sum().to(x_BLD.dtype)
+        return x_BLD * gain[-1] + mixed * gain[:HIDDEN] + self.empty.sum().to(x_BLD.dtype)
 
 
 class Odd:
     def __init__(self):
-        self._units = [Embed(), *(Block() for _ in range(BLOCKS)), Head()]
+        self._units = [Embed(), *(Block(gains) for gains in GAINS), Head()]
 
     def units(self):
         return self._units
@@ -65,7 +67,7 @@ def table(*, tied: bool, other: str | None) -> tuple[UnitSpec, ...]:
             tensors=(
                 tensor(f"b{i}.mix.weight", "mix.weight", (HIDDEN, HIDDEN)),
                 tensor(f"b{i}.mix.bias", "mix.bias", (HIDDEN,)),
-                replace(tensor(f"b{i}.gain", "gain", (HIDDEN + 1,), kind="ones"), dtype=other),
+                replace(tensor(f"b{i}.gain", "gain", (GAINS[i],), kind="ones"), dtype=other),
                 tensor(f"b{i}.empty", "empty", (0, HIDDEN)),
                 tensor(f"b{i}.unused", "unused", (3,)),
             ),
@@ -153,7 +155,9 @@ LAYOUTS = [
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_odd_parameters_have_the_bits_of_one_process_in_every_layout(frozen: str, tied: bool) -> None:
-    for n, (ranks, zero, pp, schedule, layout) in enumerate(LAYOUTS):
+    # Each layout sees each kind of freezing once, with weights tied or not.
+    turn = list(FROZEN).index(frozen) + tied
+    for n, (ranks, zero, pp, schedule, layout) in list(enumerate(LAYOUTS))[turn % 2 :: 2]:
         precision = ("fp64", "bf16", "fp32")[n % 3]
         args = (zero, pp, schedule, precision, tied, frozen, n % 3, layout)
         for values in run_ranks(ranks, train, *args):
