@@ -14,6 +14,7 @@ from tests.parity.layouts import (
     SMALL,
     Trace,
     differences,
+    joined,
     keep_state,
     make_run,
     make_store,
@@ -45,6 +46,10 @@ JOURNEYS: dict[str, tuple[Row, tuple[Row, Row, Row]]] = {
     "frozen and lion": (
         {"family": "qwen3", "optimizer": "lion", "frozen": True, "microbatches": 4},
         ({"pp": 2, "zero": 3, "gather": "step"}, {"dp": 2}, {"pp": 4, "zero": 2, "schedule": "gpipe"}),
+    ),
+    "frozen without masters": (
+        {"family": "gpt2", "precision": "bf16", "frozen": True, "microbatches": 4},
+        ({"pp": 2, "zero": 1}, {"dp": 2, "zero": 3}, {"dp": 2, "pp": 2}),
     ),
     "packed c_attn and an uneven vocabulary": (
         {"family": "gpt2", "dropout": 0.1, "microbatches": 4},
@@ -128,3 +133,23 @@ def test_a_run_that_changes_its_layout_twice_has_the_numbers_of_one_process(
         whole.digest, whole.state = trace.digest, trace.state
     case = PLAIN | model | {"tp": max(layout.get("tp", 1) for layout in layouts)}
     assert differences(case, whole, oracle(case, stores, STEPS)) == []
+
+
+@pytest.mark.parametrize(("before", "after"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_frozen_weights_are_continued_in_another_precision(
+    before: str, after: str, stores: Path, tmp_path: Path
+) -> None:
+    # They have no masters; on a resume in bf16 they used to be left out.
+    make_run(tmp_path)
+    case = PLAIN | {"family": "gpt2", "frozen": True, "microbatches": 1}
+    weights = []
+    for number, precision in enumerate((before, after)):
+        trace, said = leg(case | {"precision": precision}, str(stores), str(tmp_path), number)
+        weights.append(joined(trace.state)["transformer.h.1.mlp.c_fc.weight"])
+    assert said["from"] == CUTS[0]
+    assert said["grade"] == f"close (train.precision {before} -> {after})"
+    if before == "bf16":
+        assert (weights[0] == weights[1]).all()
+    else:
+        assert abs(weights[0] - weights[1]).max() <= abs(weights[0]).max() / 256
+        assert abs(weights[0] - weights[1]).max() > 0

@@ -6,12 +6,15 @@ itself equals torch's autograd and AdamW on the whole batch.
 
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from sirara.checkpoint.manager import CheckpointManager
 from sirara.parallel.stage import Inputs
 from sirara.pure.families import Init, TensorSpec, UnitSpec, init_slice
 from sirara.pure.placement import REPLICATE
@@ -218,3 +221,45 @@ def in_torch(tied: bool, frozen: str) -> tuple[list[float], list[float], dict[st
         norms.append(float(torch.cat([w.grad.flatten() for w in trained.values()]).norm()))
         optimizer.step()
     return losses, norms, {name: w.detach() for name, w in weights.items()}
+
+
+# ------------------------------------------------------------ through a checkpoint
+
+
+def saved(folder: str, zero: int, pp: int, resume: bool) -> tuple[str, str]:
+    """Saves or loads odd parameters on the ranks of the current group: (digest, digest after another seed's values)."""
+    seed = SEED + 1 if resume else SEED
+    stage, mesh, _ = assemble(
+        zero=zero, microbatches=MICROBATCHES, precision="bf16", pp=pp, frozen=FROZEN["some of a block"],
+        model=Odd(), table=table(tied=True, other="F32"), seed=seed,
+    )  # fmt: skip
+    optim = make_optimizer(name="adamw", betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    state = TrainState(stage=stage, mesh=mesh, state_names=optim.states_of, counters=Counters())
+    state.reset_optimizer()
+    manager = CheckpointManager(
+        Path(folder), run="odd", rank=mesh.rank, world=mesh.world, node=0, attempt=0, keep_last=2, keep_every=None,
+        ranks_per_node=mesh.world, fence=lambda: None, deadline_s=20,
+    )  # fmt: skip
+    before = str(state.digest())
+    if resume:
+        restored = manager.restore(state.load, steps=manager.newest(), agree=lambda fault: fault)
+        assert restored is not None
+        state.complete()
+    else:
+        aliases = {
+            t.name: t.tied_to for unit in table(tied=True, other=None) for t in unit.tensors if t.tied_to
+        }
+        manager.save(
+            1, plan=state.plan(), ranges=state.ranges(), record=state.record(), hf_files={}, aliases=aliases
+        )
+    if dist.is_initialized():
+        dist.barrier()
+    return str(state.digest()), before
+
+
+def test_odd_parameters_move_through_a_checkpoint_to_other_layouts(tmp_path: Path) -> None:
+    wrote = run_ranks(3, saved, str(tmp_path), 3, 1, False)
+    assert len(set(wrote)) == 1
+    for ranks, zero, pp in ((4, 0, 2), (2, 3, 2), (4, 2, 4)):
+        for now, before in run_ranks(ranks, saved, str(tmp_path), zero, pp, True):
+            assert now == wrote[0][0] != before

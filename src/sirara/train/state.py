@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sirara.checkpoint.digest import Digest, digest_boxes, digest_of
-from sirara.checkpoint.ranges import NamedRange, dtype_name
+from sirara.checkpoint.ranges import DTYPES, NamedRange, dtype_name
 from sirara.checkpoint.reader import Snapshot
 from sirara.comm.group import Comm
 from sirara.errors import CheckpointError
@@ -192,18 +192,30 @@ class TrainState:
         Raises:  CheckpointError naming what is missing or wrong; the state is then undefined.
         """
         self._load_counters(snapshot.record)
-        saved = {entry.name for entry in snapshot.manifest.tensors}
+        saved = {entry.name: entry.dtype for entry in snapshot.manifest.tensors}
+        own = self.ranges()
+        masters = {r.tensor for r in own if r.tensor.endswith("/master")}
         ranges: list[NamedRange] = []
-        for r in self.ranges():
+        converted: list[tuple[Tensor, Tensor]] = []
+        for r in own:
             name, _, kind = r.tensor.partition("/")
-            if not kind and f"{name}/master" in saved:
-                if r.data.dtype == self.zero.sum_dtype:
-                    ranges.append(replace(r, tensor=f"{name}/master"))
-            elif kind == "master" and r.tensor not in saved:
+            full = f"{name}/master"
+            if not kind and full in masters:
+                continue  # the rounding of its master
+            if not kind and full in saved and r.data.dtype == self.zero.sum_dtype:
+                ranges.append(replace(r, tensor=full))
+            elif kind == "master" and full not in saved:
                 ranges.append(replace(r, tensor=name))
-            elif kind or r.data.dtype == self.zero.sum_dtype:
+            elif not kind and saved.get(name, dtype_name(r.data.dtype)) != dtype_name(r.data.dtype):
+                # A frozen weight has no master, whatever the precision that it was saved in.
+                data = torch.empty_like(r.data, dtype=DTYPES[saved[name]])
+                ranges.append(replace(r, data=data))
+                converted.append((r.data, data))
+            else:
                 ranges.append(r)
         snapshot.read_into(ranges)
+        for target, data in converted:
+            target.copy_(data)
         self.zero.round_masters()
 
     def complete(self) -> None:
