@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sirara.comm.world import World, world_comm
-from sirara.errors import CommError, InvariantError
+from sirara.comm.carriers import LibraryCarrier
+from sirara.comm.world import World, connect_axes, world_comm
+from sirara.errors import CommError, CommTimeout, InvariantError
+from sirara.mesh import Mesh
 from tests.harness import RankFailed, run_ranks
 
 
@@ -95,3 +97,39 @@ def test_a_neighbour_that_dies_is_noticed_in_seconds() -> None:
     with pytest.raises(RankFailed) as failure:
         run_ranks(2, neighbour_dies)
     assert failure.value.rank == 1 or "seen after True: SR701" in str(failure.value)
+
+
+def first_calls() -> dict[str, tuple[int, list[str]]]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = World(rank=rank, size=size, local_rank=rank, local_size=size, node=0)
+    comms = connect_axes(world, Mesh(pp=2, dp=2, rank=rank).groups(), timeout_s=10.0, direct=False)
+    found = {name: getattr(comms, name) for name in ("world", "dp", "tp", "pp", "copies", "ties", "plane")}
+    return {name: (comm.size, [what for _, what in comm.trace]) for name, comm in found.items()}
+
+
+def test_all_ranks_of_a_group_meet_before_a_few_of_them_exchange() -> None:
+    # On NCCL the first call of a group waits for every rank: tied weights of a first and a last stage, three stages
+    # apart, waited for ever for the one in between, which has none of them.
+    for calls in run_ranks(4, first_calls):
+        assert {name: size for name, (size, _) in calls.items() if size > 1}.keys() == {
+            *("world", "dp", "pp", "ties", "plane")
+        }
+        assert all(made == ["meet"] * (size > 1) for size, made in calls.values())
+
+
+def letter_that_never_comes() -> float:
+    comm = comm_here(False, timeout_s=1.0)
+    carrier = LibraryCarrier(comm, torch.device("cpu"), ways="gloo")
+    began = time.monotonic()
+    if comm.rank == 0:
+        carrier.expect(1)
+        with pytest.raises(CommTimeout):
+            carrier.next(1)
+    else:
+        time.sleep(4.0)
+    return time.monotonic() - began
+
+
+def test_groups_of_letters_keep_the_deadline_of_the_run() -> None:
+    # They had the library's own, half an hour.
+    assert run_ranks(2, letter_that_never_comes)[0] < 4.0

@@ -11,6 +11,7 @@ side only sends and the other only receives, in the order of the headers, which 
 
 from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 from math import prod
 from typing import Protocol
 
@@ -168,7 +169,8 @@ class MemoryCarrier:
 
 
 def _new_group(comm: Comm, backend: str) -> dist.ProcessGroup:
-    group = dist.new_group(comm.ranks, backend=backend, use_local_synchronization=True)
+    timeout = timedelta(seconds=comm.timeout_s)
+    group = dist.new_group(comm.ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
     if not isinstance(group, dist.ProcessGroup):
         raise InvariantError(f"rank {comm.ranks[comm.rank]} is no member of its own group {comm.ranks}")
     return group

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from sirara.comm.alarm import Alarm
@@ -79,7 +80,7 @@ def world_comm(world: World, *, timeout_s: float, direct: bool = True) -> Comm:
     comm = Comm(range(world.size), world.rank, group=group, timeout_s=timeout_s)
     if dist.is_initialized():
         comm.alarm = Alarm(dist.distributed_c10d._get_default_store(), world.rank)
-    return _linked(comm, direct)
+    return _joined(comm, direct)
 
 
 def axis_comm(everyone: Comm, groups: Sequence[Sequence[int]], *, direct: bool = True) -> Comm:
@@ -100,12 +101,18 @@ def axis_comm(everyone: Comm, groups: Sequence[Sequence[int]], *, direct: bool =
     if mine is None:
         raise CommError(f"rank {rank} is in none of the groups {[list(r) for r in groups]}")
     mine.alarm = everyone.alarm
-    return _linked(mine, direct)
+    return _joined(mine, direct)
 
 
-def _linked(comm: Comm, direct: bool) -> Comm:
-    if direct and comm.size > 1 and dist.get_backend() == "gloo":
+def _joined(comm: Comm, direct: bool) -> Comm:
+    """The group with its faster link, or with its connections made.  Collective."""
+    gloo = comm.size > 1 and dist.get_backend() == "gloo"
+    if direct and gloo:
         comm.link = open_direct_link(comm)
+    if comm.size > 1 and comm.link is None:
+        # NCCL connects a group at its first call and waits for all of it there, even if only two ranks exchange
+        # something: tied weights of the first and the last stage, a matrix and its owner.
+        comm.gather_rows("meet", torch.zeros(1, device="cpu" if gloo else "cuda"))
     return comm
 
 
