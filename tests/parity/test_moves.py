@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.harness import run_ranks
+from tests.harness import RankFailed, run_ranks
+from tests.parity.faults import plant
 from tests.parity.layouts import (
     PLAIN,
     SMALL,
@@ -153,3 +154,39 @@ def test_frozen_weights_are_continued_in_another_precision(
     else:
         assert abs(weights[0] - weights[1]).max() <= abs(weights[0]).max() / 256
         assert abs(weights[0] - weights[1]).max() > 0
+
+
+def broken_resume(case: Row, stores: str, home: str, fault: dict[str, Any]) -> set[str]:
+    """A resume that lacks an exchange; the kinds of exchange that it made."""
+    trainer = open_trainer(case, Path(stores), STEPS, home=Path(home), attempt=1)
+    kinds: set[str] = set()
+    plant(trainer, fault, kinds)
+    try:
+        assert trainer.resume().step == CUTS[0]
+        trainer.state.check_replicas()
+        return kinds
+    finally:
+        trainer.batches.close()
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [
+        ({"dp": 2}, {"kind": "dp: masters", "what": r"block\.1/decay"}),
+        ({"dp": 2}, {"kind": "dp: exp_avg", "what": r"block\.1/plain"}),
+        ({"dp": 2}, {"kind": "dp: publish", "what": r"block\.1/decay"}),
+        ({"dp": 2, "zero": 1}, {"kind": "dp: publish", "what": "embed/tied"}),
+        ({"pp": 2, "zero": 3}, {"kind": "ties: publish"}),
+    ],
+    ids=str,
+)
+def test_a_resume_that_lacks_an_exchange_is_noticed(
+    layout: Row, fault: dict[str, Any], stores: Path, tmp_path: Path
+) -> None:
+    make_run(tmp_path)
+    case = PLAIN | {"microbatches": 1, "precision": "bf16"}
+    leg(case, str(stores), str(tmp_path), 0)
+    args = (case | layout, str(stores), str(tmp_path))
+    assert all(fault["kind"] in kinds for kinds in run_ranks(2, broken_resume, *args, {}))
+    with pytest.raises(RankFailed, match=f"replicas of group {fault.get('what', 'embed/tied')} differ"):
+        run_ranks(2, broken_resume, *args, fault)
