@@ -166,7 +166,7 @@ class Zero:
     def initialise(self, init_slice: InitSlice) -> None:
         """Draws this rank's shard of every weight and publishes it; no rank draws what another one owns."""
         with torch.no_grad():
-            for flat in self.groups:
+            for flat in self.owned:
                 for piece in flat.group.pieces(*flat.shard):
                     values = read_piece(piece, init_slice)
                     low = piece.flat - flat.shard[0]
