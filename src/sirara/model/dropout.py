@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from sirara.model.ops import spans
 from sirara.pure.rng import GAMMA, DropoutKey, drop_threshold
@@ -32,13 +33,17 @@ def dropout(
     """
     if key is None or p == 0.0:
         return x
-    return _drop_by_key(x, p, key, layer, site, cut or Cut(first=0))
+    drop = _drop_outside_graphs if torch.compiler.is_compiling() else _drop_by_key
+    return drop(x, p, key, layer, site, cut or Cut(first=0))
 
 
-@torch.compiler.disable()
 def _drop_by_key(x: Tensor, p: float, key: DropoutKey, layer: int, site: str, cut: Cut) -> Tensor:
     # Traced, the words of a mask are constants: too long for compiled code, and new ones for every microbatch.
     return _Dropout.apply(x, p, key.stream(layer, site), cut)
+
+
+# The public `torch.compiler.disable` loads the compiler, two seconds, when this file is imported.
+_drop_outside_graphs = _disable_dynamo(_drop_by_key)
 
 
 def keep_mask(stream: int, p: float, count: int, device: torch.device, first: int = 0) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from sirara.model.ops import product, side_by_side
 from sirara.model.split import Axis, Deferral, Pending, Remake, Wiring
@@ -46,7 +47,7 @@ def linear(
     return run(x, how, remake, *weights, *(biases or ()))
 
 
-@torch.compiler.disable()
+@_disable_dynamo
 def _eagerly(x: Tensor, how: "_How", remake: Remake | None, *params: Tensor) -> Tensor:
     # Exchanges cannot be traced: compiled code ends before them and goes on after them.
     return _Linear.apply(x, how, remake, *params)
