@@ -69,12 +69,19 @@ def build_mesh(
     if world % others:
         raise LayoutError(
             f"mesh pp={pp} cp={cp} tp={tp} needs a multiple of {others} processes, there are {world}",
-            try_=[f"launch.nproc={others * max(1, world // others)}"],
+            where="mesh",
+            try_=[
+                f"start {others * -(-world // others)} processes: launch.nproc, or torchrun --nproc-per-node"
+            ],
         )
     degree = world // others if dp == "auto" else int(dp)
     if degree * others != world:
         raise LayoutError(
             f"mesh pp={pp} dp={degree} cp={cp} tp={tp} is {degree * others} processes, there are {world}",
-            try_=["mesh.dp=auto", f"launch.nproc={degree * others}"],
+            where="mesh",
+            try_=[
+                f"mesh.dp={world // others}",
+                f"start {degree * others} processes: launch.nproc, or torchrun --nproc-per-node",
+            ],
         )
     return Mesh(pp=pp, dp=degree, cp=cp, tp=tp, rank=rank)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sirara.errors import ConfigError, LayoutError
 from sirara.pure.families import ModelShape, UnitSpec, unit_specs
 from sirara.pure.schedule import SPLIT_BACKWARD, chunks_of, rank_of
-from sirara.pure.split import split_units, unit_costs
+from sirara.pure.split import blocks_per_stage, split_units, unit_costs
 
 if TYPE_CHECKING:
     from sirara.config.schema import RunConfig
@@ -62,7 +62,7 @@ def check_layout(config: "RunConfig", shape: ModelShape) -> None:
 
     Raises:  LayoutError or ConfigError naming the keys, the numbers and valid alternatives.
     """
-    for test in (_tensor_parallel, _stages, _split, _recompute):
+    for test in (_tensor_parallel, _stages, _split):
         test(config, shape)
     if config.train.freeze:
         frozen_names(config.train.freeze, unit_specs(shape))
@@ -159,6 +159,8 @@ def _mesh(config: "RunConfig") -> None:
     mesh, launch = config.mesh, config.launch
     others = mesh.pp * mesh.cp * mesh.tp
     if launch.nproc == "auto":
+        if mesh.dp != "auto":
+            _dealt(config, mesh.dp)
         return
     world = launch.nproc * launch.nodes
     degree = world // others if mesh.dp == "auto" else mesh.dp
@@ -174,8 +176,23 @@ def _mesh(config: "RunConfig") -> None:
             f"mesh.dp={mesh.dp} does not fit launch.nproc={launch.nproc}",
             where="mesh.dp",
             why=f"the mesh asks for {degree * others} processes, launch for {world}",
-            try_=["mesh.dp=auto", "launch.nproc=auto"],
+            try_=[*(["mesh.dp=auto"] if world % others == 0 else []), f"launch.nproc={degree * others}"],
         )
+    _dealt(config, degree)
+
+
+def _dealt(config: "RunConfig", degree: int) -> None:
+    """A block of microbatches so large that ranks have nothing to do, which smaller ones would have."""
+    block, microbatches = config.mesh.block, config.train.global_batch // config.train.micro_batch
+    if block == "auto" or -(-microbatches // block) >= min(degree, microbatches):
+        return
+    fitting = 1 << max(0, (microbatches // min(degree, microbatches)).bit_length() - 1)
+    raise LayoutError(
+        f"mesh.block={block} leaves {degree - -(-microbatches // block)} of {degree} data-parallel ranks without work",
+        where="mesh.block",
+        why=f"a step has {microbatches} microbatches: {-(-microbatches // block)} blocks of {block}",
+        try_=["mesh.block=auto", f"mesh.block={fitting}"],
+    )
 
 
 def _pipeline(config: "RunConfig") -> None:
@@ -271,21 +288,17 @@ def _stages(config: "RunConfig", shape: ModelShape) -> None:
 
 
 def _split(config: "RunConfig", shape: ModelShape) -> None:
-    mesh = config.mesh
-    if mesh.split != "auto":
-        owners = [rank_of(mesh.schedule, mesh.pp, stage) for stage in range(mesh.stages)]
-        split_units(unit_costs(unit_specs(shape), shape.hidden), mesh.stages, mesh.split, owners=owners)
-
-
-def _recompute(config: "RunConfig", shape: ModelShape) -> None:
-    blocks, split = config.train.recompute, config.mesh.split
-    most = shape.layers if split == "auto" else max(split)
-    if isinstance(blocks, int) and blocks > most:
+    mesh, units = config.mesh, unit_specs(shape)
+    owners = [rank_of(mesh.schedule, mesh.pp, stage) for stage in range(mesh.stages)]
+    explicit = None if mesh.split == "auto" else mesh.split
+    split = split_units(unit_costs(units, shape.hidden), mesh.stages, explicit, owners=owners)
+    layers, blocks = blocks_per_stage(split), config.train.recompute
+    if isinstance(blocks, int) and blocks > max(layers):
         raise ConfigError(
-            f"train.recompute={blocks} is more blocks than a stage has",
+            f"train.recompute={blocks} is more blocks than any stage has",
             where="train.recompute",
-            why=f"model.layers={shape.layers}, mesh.split={_yaml(split)}",
-            try_=["train.recompute=full", f"train.recompute={most}"],
+            why=f"layers per stage are {layers}",
+            try_=["train.recompute=full", *([f"train.recompute={max(layers)}"] if max(layers) else [])],
         )
 
 

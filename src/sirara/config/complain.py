@@ -83,7 +83,10 @@ def _describe(path: KeyPath, detail: ErrorDetails, given: dict[str, Any]) -> tup
     if kind == "literal_error":
         choices = _choices(path) or str(context["expected"]).replace("'", "").split(" or ")
         near = get_close_matches(str(found), choices, n=1)
-        return f"{key} must be {_or(choices)}, found {_show(found)}", [f"{key}={near[0]}"] if near else []
+        forms = list(dict.fromkeys(_forms(_annotation(path))))
+        return f"{key} must be {_or([*choices, *forms])}, found {_show(found)}", [
+            f"{key}={near[0]}"
+        ] if near else []
     choices = _choices(path)
     alternative = f" or {_or(choices)}" if choices else ""
     if kind == "value_error":
@@ -167,15 +170,31 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
 
 def _choices(path: KeyPath) -> list[str]:
     """The words that a field takes, if it takes words."""
+    return [str(word) for word in _words(_annotation(path))]
+
+
+def _annotation(path: KeyPath) -> Any:
+    """A field's type; Any for what is no field."""
     keys = section_keys(path[:-1])
     if keys is None or not path or isinstance(path[-1], int):
-        return []
+        return Any
     model: type[BaseModel] = RunConfig
     for word in (word for word in path[:-1] if not isinstance(word, int)):
         fields = {info.alias or name: info for name, info in model.model_fields.items()}
         model = next(iter(_sections(fields[word].annotation)))
     info = next((info for name, info in model.model_fields.items() if (info.alias or name) == path[-1]), None)
-    return [] if info is None else [str(word) for word in _words(info.annotation)]
+    return Any if info is None else info.annotation
+
+
+def _forms(annotation: Any) -> Iterator[str]:
+    """What else than words a field takes."""
+    if get_origin(annotation) in (Union, UnionType, Annotated):
+        for part in get_args(annotation):
+            yield from _forms(part)
+    elif get_origin(annotation) is list:
+        yield "a list"
+    elif annotation is int:
+        yield "a whole number"
 
 
 def _words(annotation: Any) -> Iterator[object]:

@@ -140,9 +140,23 @@ class _Journal:
                 train.global_batch // train.micro_batch,
                 layout["block"],
             )
+            stage, deal = self.trainer.stepper.stage, self.trainer.deal
             if layout["pp"] > 1:
-                split = blocks_per_stage(self.trainer.stepper.stage.split)
-                _log.info("schedule %s, layers per stage %s", self.config.mesh.schedule, split)
+                _log.info(
+                    "schedule %s, layers per stage %s, stages on pipeline ranks %s",
+                    self.config.mesh.schedule,
+                    blocks_per_stage(stage.split),
+                    [stage.homes[part.start] for part in stage.split],
+                )
+            idle = sum(not deal.mine(rank) for rank in range(deal.dp))
+            if idle:
+                _log.warning(
+                    "%d of %d data-parallel ranks have no microbatch: a step has %d in blocks of %d",
+                    idle,
+                    deal.dp,
+                    deal.microbatches,
+                    layout["block"],
+                )
 
     def resumed(self, step: int, skipped: tuple[tuple[int, str], ...]) -> None:
         grade = self.trainer.grade
