@@ -41,7 +41,7 @@ class Embed(nn.Module):
     def forward(self, tokens_BL: Tensor, positions_BL: Tensor, key: DropoutKey | None) -> Tensor:
         axis = self.wiring.axis
         if axis is None:
-            x = embedding(tokens_BL, self.tokens.weight)
+            x = embedding(tokens_BL, self.tokens.weight, sparse=self.wiring.sink is not None)
         else:
             x = embedding_part(tokens_BL, self.tokens.weight, self.vocab, axis)
             if axis.sequence:
@@ -131,22 +131,33 @@ class Head(nn.Module):
         return linear(self.norm(x_BLD), [self.proj.weight])
 
 
-def embedding(index_BL: Tensor, weight_VD: Tensor) -> Tensor:
-    """Rows of the weight; a row's gradients add up in the order of the index, in fp32 for lower dtypes."""
-    return _Embedding.apply(index_BL, weight_VD)
+def embedding(index_BL: Tensor, weight_VD: Tensor, *, sparse: bool = False) -> Tensor:
+    """Rows of the weight; a row's gradients add up in the order of the index, in fp32 for lower dtypes.
+
+    sparse: the weight's gradient may hold the rows that occur alone (on the CPU).
+    """
+    return _Embedding.apply(index_BL, weight_VD, sparse)
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, index_BL: Tensor, weight_VD: Tensor) -> Tensor:
+    def forward(ctx: Any, index_BL: Tensor, weight_VD: Tensor, sparse: bool) -> Tensor:
         ctx.save_for_backward(index_BL)
-        ctx.rows = weight_VD.shape[0]
+        ctx.shape, ctx.sparse = weight_VD.shape, sparse and weight_VD.device.type == "cpu"
         return nn.functional.embedding(index_BL, weight_VD)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grad_outputs
-        return None, _row_sums(dy, ctx.saved_tensors[0], ctx.rows)
+        index_BL = ctx.saved_tensors[0]
+        if not ctx.sparse:
+            return None, _row_sums(dy, index_BL, ctx.shape[0]), None
+        present, index = torch.unique(index_BL, return_inverse=True)
+        rows = _sums(dy.to(wide(dy.dtype)), index, len(present)).to(dy.dtype)
+        found = torch.sparse_coo_tensor(
+            present[None], rows, ctx.shape, is_coalesced=True, check_invariants=False
+        )
+        return None, found, None
 
 
 def own_tokens(x: Tensor, wiring: Wiring) -> Cut | None:

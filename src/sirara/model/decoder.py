@@ -13,7 +13,7 @@ from sirara.model.attend import Mask, alibi_slopes
 from sirara.model.attention import KvCache
 from sirara.model.blocks import Block, Embed, Head
 from sirara.model.rotary import Rotary
-from sirara.model.split import Axis, Deferral, Wiring
+from sirara.model.split import Axis, Deferral, Sink, Wiring
 from sirara.model.weights import Making
 from sirara.pure.families import UnitSpec, unit_specs
 from sirara.pure.rng import DropoutKey
@@ -81,6 +81,11 @@ class Decoder(nn.Module):
         if self.mask.slopes is not None:
             own = slice(axis.rank * heads // axis.size, (axis.rank + 1) * heads // axis.size)
             self.mask.keep_heads(alibi_slopes(heads)[own])
+
+    def set_sink(self, sink: Sink | None) -> None:
+        """Weight gradients are written where the sink wants them; that of the embedding may be sparse then."""
+        for wiring in self.wirings:
+            wiring.sink = sink
 
     def split_backward(self) -> Deferral:
         """From now on linear layers leave their weight gradients to the deferral while it is active.

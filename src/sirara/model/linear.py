@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from sirara.model.ops import product, side_by_side
-from sirara.model.split import Axis, Deferral, Pending, Remake, Wiring
+from sirara.model.split import Axis, Deferral, Pending, Remake, Sink, Wiring
 
 Part = Literal["column", "row"]
 
@@ -42,7 +42,8 @@ def linear(
     part: how they are cut when the wiring has an axis.  remake: how backward gets x, which it does not keep then.
     """
     wiring = wiring or Wiring()
-    how = _How(len(weights), transposed, part, wiring.axis, wiring.deferral)
+    sink = None if torch.compiler.is_compiling() else wiring.sink
+    how = _How(len(weights), transposed, part, wiring.axis, wiring.deferral, sink)
     run = _eagerly if how.axis is not None and torch.compiler.is_compiling() else _Linear.apply
     return run(x, how, remake, *weights, *(biases or ()))
 
@@ -60,6 +61,7 @@ class _How:
     part: Part
     axis: Axis | None
     deferral: Deferral | None
+    sink: Sink | None
 
     def spread(self, part: Part) -> bool:
         """Whether this layer is cut as `part` and tokens lie spread over the axis."""
@@ -153,12 +155,29 @@ class _WeightGradients:
         grads: list[Tensor | None] = [None] * len(self.params)
         if self.x_TI is not None and any(self.wanted[:n]):
             a, b = (self.x_TI, self.dy_TO) if self.how.transposed else (self.dy_TO, self.x_TI)
-            parts = product(a.t(), b).split([w.numel() // self.x_TI.shape[1] for w in weights], dim)
-            grads[:n] = [g.view(w.shape) for g, w in zip(parts, weights, strict=True)]
+            places = self._places(weights)
+            if places is not None:
+                product(a.t(), b, out=side_by_side(places, dim))
+                grads[:n] = places
+            else:
+                parts = product(a.t(), b).split([w.numel() // self.x_TI.shape[1] for w in weights], dim)
+                grads[:n] = [g.view(w.shape) for g, w in zip(parts, weights, strict=True)]
         if any(self.wanted[n:]):
             parts = self.own_dy_SO.sum(0).split([b.numel() for b in biases])
             grads[n:] = [g.view(b.shape) for g, b in zip(parts, biases, strict=True)]
         return grads
+
+    def _places(self, weights: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """Where the sink wants these gradients, if that is one matrix in memory."""
+        if self.how.sink is None or not all(self.wanted[: len(weights)]):
+            return None
+        places = self.how.sink.places(weights)
+        if places is None or any(p.dim() != 2 or not p.is_contiguous() for p in places):
+            return None
+        if self.how.transposed:
+            return places if len(places) == 1 else None
+        one = side_by_side(places, 0)
+        return places if one.data_ptr() == places[0].data_ptr() else None
 
     def detached(self) -> "_WeightGradients":
         """Kept for later, when ZeRO may have let the weights go: the few elements of a norm are copied."""

@@ -68,9 +68,14 @@ def elementwise(function: Callable[..., Tensor], out_RC: Tensor, *inputs_RC: Ten
 
 
 def product(
-    a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None, *, onto: Tensor | None = None
+    a_MK: Tensor,
+    b_KN: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    onto: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """a @ b + bias, or onto += a @ b; equal bits for any number of threads.
+    """a @ b + bias, or onto += a @ b; equal bits for any number of threads.  out: where a @ b is written.
 
     MKL deals a long K out to threads, so a K that is long for its M and N is added up in pieces of a fixed length.
     """
@@ -84,7 +89,7 @@ def product(
     if onto is not None:
         y_MN = onto.addmm_(first, second)
     else:
-        y_MN = torch.mm(first, second) if bias_N is None else torch.addmm(bias_N, first, second)
+        y_MN = torch.mm(first, second, out=out) if bias_N is None else torch.addmm(bias_N, first, second)
     for low in range(step, inner, step or 1):
         y_MN.addmm_(a_MK[:, low : low + step], b_KN[low : low + step])
     return y_MN

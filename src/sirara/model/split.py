@@ -110,6 +110,14 @@ class Deferral:
         return jobs
 
 
+class Sink(Protocol):
+    """Where gradients may be written as they are made, which saves a copy."""
+
+    def places(self, leaves: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """A tensor like each leaf, to be filled and returned as its gradient; None: nowhere in particular."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Remake:
     """How to make a tensor again instead of keeping it: make(*tensors), equal in bits."""
@@ -120,10 +128,14 @@ class Remake:
 
 @dataclass(slots=True)
 class Wiring:
-    """One unit's surroundings, shared by its modules; axis None: alone."""
+    """One unit's surroundings, shared by its modules; axis None: alone.
+
+    sink: also says that whoever asks for gradients takes a sparse one of an embedding: few rows of a vocabulary occur.
+    """
 
     axis: Axis | None = None
     deferral: Deferral | None = None
+    sink: Sink | None = None
     recompute: bool = False
 
     @property

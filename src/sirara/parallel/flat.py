@@ -3,7 +3,7 @@
 Shape letters: P elements of the padded group, S = P / dp elements of a shard, U elements that this rank updates.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -65,6 +65,19 @@ class FlatGroup:
         """The updated range of the weights."""
         whole = self.weights_P is not None and self.updated != self.shard
         return self.weights_P if whole and self.weights_P is not None else self.weights_S
+
+
+class Places:
+    """Where gradients may be written as they are made, by the `id` of their leaf; each place is given out once."""
+
+    def __init__(self) -> None:
+        self.views: dict[int, Tensor] = {}
+
+    def places(self, leaves: Sequence[Tensor]) -> list[Tensor] | None:
+        """The places of all of `leaves`, or None."""
+        if any(id(leaf) not in self.views for leaf in leaves):
+            return None
+        return [self.views.pop(id(leaf)) for leaf in leaves]
 
 
 def read_piece(piece: Piece, read: InitSlice) -> Tensor:

@@ -143,6 +143,8 @@ def parallelize(
         fast=layout.fast,
         keep=layout.keep,
     )
+    if hasattr(model, "set_sink"):
+        model.set_sink(zero.sink)  # pyright: ignore[reportAttributeAccessIssue]
     chunks = {
         stage: Chunk(
             stage,

@@ -148,15 +148,28 @@ class GradientSum:
         self.numel = self.shard_numel * comm.size
         self.pool = pool
         # A block of one microbatch is sent as autograd made it: the sum starts at its receiver, in full precision.
-        self.buffer_dtype = leaf_dtype if deal.k == 0 and comm.size > 1 else dtype
+        self.leaf_dtype, self.buffer_dtype = leaf_dtype, self._leaf_buffer(leaf_dtype, dtype)
         self.local = TreeSum(dtype, pool)
         self.shard = TreeSum(dtype, pool)
+        self.opened: Tensor | None = None
         self.places = 0
         self.rounds_begun = 0
         self.pending: Round | None = None
         ends = [0, *(slot.start + slot.numel for slot in group.slots)]
         starts = [*(slot.start for slot in group.slots), self.numel]
         self.gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
+    def _leaf_buffer(self, leaf_dtype: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+        return leaf_dtype if self.deal.k == 0 and self.comm.size > 1 else dtype
+
+    def open(self) -> list[Tensor] | None:
+        """Where the leaves' gradients of the next `add` may be written as they are made; None where they are added
+        to what is there, or in another dtype."""
+        entries = self.local.entries
+        if self.leaf_dtype != self.buffer_dtype or (entries and entries[-1].level == 0):
+            return None
+        self.opened = self._fresh()
+        return self._views(self.opened)
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Adds this rank's next microbatch, in ascending order; a complete block starts its exchange.
@@ -170,7 +183,7 @@ class GradientSum:
             self._add_onto(top.tensor, grads)
             self.local.push(1, top.tensor, owned=True)
         else:
-            self.local.push(0, self._laid_out(grads, self.buffer_dtype), owned=True)
+            self.local.push(0, self._laid_out(grads), owned=True)
         self.skip()
 
     def skip(self) -> None:
@@ -203,17 +216,33 @@ class GradientSum:
         self.places = self.rounds_begun = 0
         return self.shard.total(self.shard_numel)
 
-    def _laid_out(self, grads: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
-        buffer = self.pool.take(self.numel, dtype)
+    def _fresh(self) -> Tensor:
+        """A full-size buffer whose padding is zero."""
+        buffer = self.pool.take(self.numel, self.buffer_dtype)
         for start, stop in self.gaps:
             buffer[start:stop].zero_()
+        return buffer
+
+    def _laid_out(self, grads: Sequence[Tensor | None]) -> Tensor:
+        buffer = self._fresh() if self.opened is None else self.opened
+        self.opened = None
         for target, grad in zip(self._views(buffer), grads, strict=True):
-            target.zero_() if grad is None else target.copy_(grad)
+            if grad is None:
+                target.zero_()
+            elif grad.is_sparse:
+                target.zero_().add_(grad.to(target.dtype))
+            elif grad.data_ptr() != target.data_ptr():
+                target.copy_(grad)
         return buffer
 
     def _add_onto(self, buffer: Tensor, grads: Sequence[Tensor | None]) -> None:
         used = [(t, g) for t, g in zip(self._views(buffer), grads, strict=True) if g is not None]
-        torch._foreach_add_([t for t, _ in used], [g for _, g in used])
+        for target, grad in used:
+            if grad.is_sparse:
+                target.add_(grad.to(target.dtype))
+        dense = [(t, g) for t, g in used if not g.is_sparse]
+        if dense:
+            torch._foreach_add_([t for t, _ in dense], [g for _, g in dense])
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
         return [buffer.as_strided(leaf.size, leaf.stride, leaf.start) for leaf in self.group.leaves]
@@ -242,11 +271,17 @@ class FastSum(GradientSum):
     Lean, every microbatch is reduced at once into the shard.
     """
 
+    def _leaf_buffer(self, leaf_dtype: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def open(self) -> list[Tensor] | None:
+        return None if self.local.entries else super().open()
+
     def add(self, grads: Sequence[Tensor | None]) -> None:
         if self.local.entries:
             self._add_onto(self.local.entries[0].tensor, grads)
         else:
-            self.local.push(0, self._laid_out(grads, self.local.dtype), owned=True)
+            self.local.push(0, self._laid_out(grads), owned=True)
         self.skip()
 
     def skip(self) -> None:

@@ -125,8 +125,7 @@ class Chunk:
     def backward(self, trail: Trail, dy: Tensor | None, microbatch: int) -> Tensor | None:
         """Gradients of one microbatch of the step, unit by unit from the last; returns dx.  The trail is used up."""
         for unit in reversed(self.units):
-            dy, grads = self._backward_unit(unit, trail, dy)
-            self.zero.add(unit, grads, microbatch)
+            dy = self._backward_at_once(unit, trail, dy, microbatch)
         return dy
 
     def backward_input(self, trail: Trail, dy: Tensor | None, microbatch: int) -> Tensor | None:
@@ -136,8 +135,7 @@ class Chunk:
         """
         for unit in reversed(self.units):
             if self.deferral is None or not self._defers(unit):
-                dy, grads = self._backward_unit(unit, trail, dy)
-                self.zero.add(unit, grads, microbatch)
+                dy = self._backward_at_once(unit, trail, dy, microbatch)
                 continue
             self.deferral.active = True
             try:
@@ -150,6 +148,7 @@ class Chunk:
     def backward_weight(self, trail: Trail, microbatch: int) -> None:
         """The rest of a split backward."""
         for later in trail.later:
+            self.zero.open(later.unit)
             made = later.jobs.run()
             leaves = self.zero.leaves[later.unit]
             grads = [made.get(id(leaf), grad) for leaf, grad in zip(leaves, later.grads, strict=True)]
@@ -194,6 +193,12 @@ class Chunk:
         if unit == self.head:
             return module(x, inputs.targets_BL, scale)
         return module(x, inputs.positions_BL, inputs.documents_BL, key), None
+
+    def _backward_at_once(self, unit: int, trail: Trail, dy: Tensor | None, microbatch: int) -> Tensor | None:
+        self.zero.open(unit)
+        dx, grads = self._backward_unit(unit, trail, dy)
+        self.zero.add(unit, grads, microbatch)
+        return dx
 
     def _backward_unit(
         self, unit: int, trail: Trail, dy: Tensor | None

@@ -25,7 +25,7 @@ from torch import nn
 from sirara.comm.group import Transfer
 from sirara.comm.world import Comms
 from sirara.errors import InvariantError
-from sirara.parallel.flat import FlatGroup, InitSlice, read_piece
+from sirara.parallel.flat import FlatGroup, InitSlice, Places, read_piece
 from sirara.parallel.reduce import FastSum, GradientSum, Pool
 from sirara.parallel.window import Window
 from sirara.pure.groups import Group
@@ -63,6 +63,7 @@ class Zero:
         self.deal, self.fast, self.device, self.dtype = deal, fast, device, dtype
         self.leaves: dict[int, list[nn.Parameter]] = {unit: [] for unit in units}
         self._routes: dict[int, list[tuple[int, int, int]]] = {unit: [] for unit in units}
+        self.sink = Places()
         self._pending: deque[GradientSum] = deque()
         self._mine = deal.mine(comms.dp.rank)
         self.groups: list[FlatGroup] = []
@@ -223,6 +224,15 @@ class Zero:
             if flat.publishing is not None:
                 flat.publishing.wait()
                 flat.publishing = None
+
+    def open(self, unit: int) -> None:
+        """Says where the gradients of this unit's next `add` may be written (`sink`)."""
+        self.sink.views.clear()
+        for place, use, first in self._routes[unit]:
+            here = self.groups[place].sums.get(use)
+            views = None if here is None else here.open()
+            if views is not None:
+                self.sink.views.update(zip(map(id, self.leaves[unit][first:]), views, strict=False))
 
     def add(self, unit: int, grads: Sequence[Tensor | None], microbatch: int) -> None:
         """Takes one unit's gradients of this rank's next microbatch, in the order of `leaves[unit]`.
