@@ -1,6 +1,7 @@
 """What all ranks agree on before an update, in one small gather: losses, finiteness, the gradient norm, requests.
 
-    row of a rank    [request, first bad element, loss sums of its microbatches, norm sums per group and aligned node]
+    row of a rank    [request, group and place of the first bad element, loss sums of its microbatches,
+                      norm sums per group and aligned node]
 
 One logical parameter counts once: of its copies (replicated over tp, tied over stages) one rank speaks.  Sums are
 combined in an order that is a function of the model alone, so the norm has equal bits for every dp, pp and ZeRO stage.
@@ -24,8 +25,11 @@ Tensor = torch.Tensor
 HALF = GRAIN // 2
 """Norm sums are rows of half a grain, so that no shard is a single row, which torch would split by threads."""
 
-_FLAT_BITS = 44
-"""A bad element is reported as group * 2^44 + flat index, exact in a float64 up to 512 groups of 2^44 elements."""
+Bad = tuple[float, float]
+"""(number of the group, flat place in it) of a gradient element that is not finite; (inf, inf) when all are."""
+FINE: Bad = (inf, inf)
+
+_HEAD = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +38,7 @@ class Agreed:
 
     loss_sum: float
     norm: float
-    bad: int | None
+    bad: Bad | None
     request: int
 
 
@@ -52,7 +56,7 @@ class Agreement:
 
     def __init__(self, stage: Stage, mesh: Mesh, deal: Deal) -> None:
         self.stage, self.mesh, self.deal = stage, mesh, deal
-        self.width = first = 2 + deal.places
+        self.width = first = _HEAD + deal.places
         places: dict[tuple[int, int], Place] = {}
         for pp in range(mesh.pp):
             for tp in range(mesh.tp):
@@ -73,8 +77,8 @@ class Agreement:
         zero, mesh, deal = self.stage.zero, self.mesh, self.deal
         sums, bad = grain_sums(shards, zero.trained)
         row = np.zeros(self.width)
-        row[0], row[1] = request, bad
-        row[2 : 2 + len(losses)] = losses
+        row[:_HEAD] = request, *bad
+        row[_HEAD : _HEAD + len(losses)] = losses
         for values, flat in zip(sums, zero.trained, strict=True):
             place = self.places.get((flat.index, mesh.coordinate("tp")))
             if place is not None:
@@ -85,21 +89,21 @@ class Agreement:
         loss = 0.0
         for i in range(deal.microbatches):
             dp, at = deal.owner(i)
-            loss += float(rows[mesh.rank_at(pp=self.stage.loss_rank, dp=dp), 2 + at])
+            loss += float(rows[mesh.rank_at(pp=self.stage.loss_rank, dp=dp), _HEAD + at])
         square = 0.0
         for place in self.places.values():
             square += _total(place, rows)
-        first_bad = float(rows[:, 1].min())
+        first_bad = min((float(group), float(place)) for group, place in rows[:, 1:_HEAD])
         return Agreed(
             loss_sum=loss,
             norm=sqrt(square) if square >= 0 else square,
-            bad=None if first_bad == inf else int(first_bad),
+            bad=None if first_bad == FINE else first_bad,
             request=int(rows[:, 0].max()),
         )
 
-    def name_of(self, bad: int) -> str:
+    def name_of(self, bad: Bad) -> str:
         """The logical tensor of a bad element."""
-        index, flat = bad >> _FLAT_BITS, bad & ((1 << _FLAT_BITS) - 1)
+        index, flat = map(int, bad)
         group = self.stage.groups[self.mesh.coordinate("tp")][index]
         for piece in group.pieces(flat, flat + 1):
             return piece.tensor.name
@@ -130,19 +134,19 @@ def _most_nodes(width: int, ranks: int) -> int:
     return max(len(_nodes(width, rank)) for rank in range(ranks))
 
 
-def grain_sums(shards: list[Tensor], groups: list[FlatGroup]) -> tuple[list[np.ndarray], float]:
-    """Per group the sums of squares of each half grain, float64, and the first non-finite element (inf when none)."""
+def grain_sums(shards: list[Tensor], groups: list[FlatGroup]) -> tuple[list[np.ndarray], Bad]:
+    """Per group the sums of squares of each half grain, float64, and the first non-finite element."""
     if not shards:
-        return [], inf
+        return [], FINE
     norms = [torch.linalg.vector_norm(shard_S.view(-1, HALF), dim=1) for shard_S in shards]
     flat = torch.cat(norms).cpu().double().numpy()
     parts = np.split(flat, np.cumsum([len(n) for n in norms])[:-1])
-    bad = inf if np.isfinite(flat).all() else _first_bad(shards, groups, parts)
+    bad = FINE if np.isfinite(flat).all() else _first_bad(shards, groups, parts)
     return [np.square(part) for part in parts], bad
 
 
-def _first_bad(shards: list[Tensor], groups: list[FlatGroup], norms: list[np.ndarray]) -> float:
-    """The first non-finite element, inf when there is none: then norms that only overflowed are made right.
+def _first_bad(shards: list[Tensor], groups: list[FlatGroup], norms: list[np.ndarray]) -> Bad:
+    """The first non-finite element, FINE when there is none: then norms that only overflowed are made right.
 
     A true fault spoils every norm, so nothing is looked at behind the first one.
     """
@@ -152,6 +156,6 @@ def _first_bad(shards: list[Tensor], groups: list[FlatGroup], norms: list[np.nda
             wrong = (~torch.isfinite(values)).nonzero().flatten()
             if len(wrong):
                 element = groups[index].shard[0] + row * HALF + int(wrong[0])
-                return float((groups[index].index << _FLAT_BITS) + element)
+                return float(groups[index].index), float(element)
             norm[row] = float(values.square().sum().sqrt())
-    return inf
+    return FINE

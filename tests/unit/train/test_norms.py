@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sirara.train.step import _FLAT_BITS, HALF, grain_sums, loss_sum
+from sirara.train.agree import FINE, HALF, grain_sums
+from sirara.train.step import loss_sum
 
 
-def sums(shards: list[torch.Tensor]) -> tuple[list[np.ndarray], float]:
-    return grain_sums(shards, [SimpleNamespace(shard=(2048, 2048 + len(s))) for s in shards])  # type: ignore[misc]
+def sums(shards: list[torch.Tensor]) -> tuple[list[np.ndarray], tuple[float, float]]:
+    return grain_sums(
+        shards, [SimpleNamespace(index=n, shard=(2048, 2048 + len(s))) for n, s in enumerate(shards)]
+    )  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -38,14 +41,14 @@ def test_finite_elements_whose_squares_overflow_are_summed_right() -> None:
     shard = torch.zeros(2 * HALF)
     shard[7] = 1e30
     (total,), bad = sums([shard])
-    assert bad == float("inf")
+    assert bad == FINE
     assert total.sum() == pytest.approx(1e60, rel=1e-6)
 
 
 def test_a_norm_beyond_float32_is_no_fault_and_summed_right() -> None:
     shard = torch.full((2 * HALF,), 3e38)
     (total,), bad = sums([shard])
-    assert bad == float("inf")
+    assert bad == FINE
     assert total.sum() == pytest.approx(2 * HALF * 9e76, rel=1e-6)
 
 
@@ -68,7 +71,7 @@ class CountOps(TorchDispatchMode):
 def test_the_first_bad_element_is_named_by_group_and_place(value: float) -> None:
     good, poor = torch.ones(2 * HALF), torch.ones(2 * HALF)
     poor[[600, 900]] = value
-    assert sums([good, poor])[1] == float((1 << _FLAT_BITS) + 2048 + 600)
+    assert sums([good, poor])[1] == (1.0, 2048.0 + 600.0)
 
 
 def test_loss_sums_do_not_depend_on_the_order() -> None:
