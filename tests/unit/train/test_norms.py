@@ -55,7 +55,7 @@ def test_a_norm_beyond_float32_is_no_fault_and_summed_right() -> None:
 def test_a_gradient_that_is_bad_everywhere_is_not_searched_beyond_its_first_element() -> None:
     # A run that blows up has no finite element left: a look at every row took minutes on a large shard.
     with CountOps() as ops:
-        assert sums([torch.full((1000 * HALF,), torch.nan)])[1] == 2048.0
+        assert sums([torch.full((1000 * HALF,), torch.nan)])[1] == (0.0, 2048.0)
     assert ops.count < 50
 
 
