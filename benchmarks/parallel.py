@@ -9,7 +9,7 @@ median over pairs of peer's time / ours, with quartiles.  Names may be prefixes:
     zero, fsdp2      2 data-parallel ranks, one microbatch of 4 sequences each
     1f1b ... ds-pipe 2 stages, 8 microbatches of 1 sequence, the same blocks per stage on both sides
     tp, sp           2 ranks, 2 microbatches of 4 sequences; sp: with sequence parallelism
-    exact            ours with the fixed tree of sums beside ours with `numerics: fast`, 8 microbatches of 4 per rank
+    exact            ours with the fixed tree of sums beside ours with `numerics: fast`, 8 microbatches of 1 per rank
     rss              peak resident memory and state at rest, per rank, in processes of one side each
     host             host time per block under tensor parallelism on a fake process group (benchmarks/host.py)
     bubble           measured bubble beside the simulator's (benchmarks/bubble.py)
@@ -101,6 +101,7 @@ def cases():
                 ours={"kind": "ours", "zero": stage},
                 peer={"kind": "ours", "zero": stage, "fast": True},
                 precision=precision,
+                micro=1,
                 microbatches=8,
                 # "At most 5 % of time": fast may take no less than 1 / 1.05 of it.
                 needed=1 / 1.05,
