@@ -85,7 +85,7 @@ def product(
         # In float64 MKL begins to deal K out earlier, x @ x.T first.
         longest = max(192, least) if a_MK.dtype == torch.float64 else max(256, 4 * least)
         step = -(-inner // -(-inner // longest))
-    first, second = a_MK[:, :step], b_KN[:step]
+    first, second = (a_MK, b_KN) if step == inner else (a_MK[:, :step], b_KN[:step])
     if onto is not None:
         y_MN = onto.addmm_(first, second)
     else:

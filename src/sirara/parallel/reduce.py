@@ -21,6 +21,10 @@ from sirara.pure.tree import Deal
 Tensor = torch.Tensor
 
 
+_CACHED = 1 << 16
+"""Elements that a CPU's cache holds in two dtypes."""
+
+
 class Pool:
     """Flat buffers kept between steps, by size and dtype: fresh pages cost more than the sums they hold."""
 
@@ -40,6 +44,19 @@ class Pool:
     def give(self, buffer: Tensor) -> None:
         """Takes a buffer back; the caller must not touch it again."""
         self.free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+
+    def add(self, total: Tensor, part: Tensor) -> None:
+        """total += part, also of a lower dtype: converted piece by piece in the cache, not in a copy of its own."""
+        plain = total.dtype == part.dtype or total.device.type != "cpu"
+        if plain or not (total.is_contiguous() and part.is_contiguous()):
+            total.add_(part)
+            return
+        total_N, part_N = total.view(-1), part.view(-1)
+        scratch = self.take(_CACHED, total.dtype)
+        for low in range(0, len(total_N), _CACHED):
+            piece = part_N[low : low + _CACHED]
+            total_N[low : low + _CACHED].add_(scratch[: len(piece)].copy_(piece))
+        self.give(scratch)
 
 
 @dataclass(slots=True)
@@ -97,11 +114,11 @@ class TreeSum:
         # Addition of two floats commutes, so either operand may receive the sum.
         for target, other in ((older, newer), (newer, older)):
             if target.owned and target.tensor.dtype == self.dtype:
-                target.tensor.add_(other.tensor)
+                self.pool.add(target.tensor, other.tensor)
                 self._release(other)
                 return Entry(older.level + 1, target.tensor, True)
         total = self.pool.take(older.tensor.numel(), self.dtype)
-        total.copy_(older.tensor).add_(newer.tensor)
+        self.pool.add(total.copy_(older.tensor), newer.tensor)
         self._release(older)
         self._release(newer)
         return Entry(older.level + 1, total, True)
@@ -236,13 +253,11 @@ class GradientSum:
         return buffer
 
     def _add_onto(self, buffer: Tensor, grads: Sequence[Tensor | None]) -> None:
-        used = [(t, g) for t, g in zip(self._views(buffer), grads, strict=True) if g is not None]
-        for target, grad in used:
-            if grad.is_sparse:
+        for target, grad in zip(self._views(buffer), grads, strict=True):
+            if grad is not None and grad.is_sparse:
                 target.add_(grad.to(target.dtype))
-        dense = [(t, g) for t, g in used if not g.is_sparse]
-        if dense:
-            torch._foreach_add_([t for t, _ in dense], [g for _, g in dense])
+            elif grad is not None:
+                self.pool.add(target, grad)
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
         return [buffer.as_strided(leaf.size, leaf.stride, leaf.start) for leaf in self.group.leaves]
