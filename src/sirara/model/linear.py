@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from sirara.model.ops import product, side_by_side
+from sirara.model.ops import adds_as_a_sum, product, side_by_side
 from sirara.model.split import Axis, Deferral, Pending, Remake, Sink, Wiring
 
 Part = Literal["column", "row"]
@@ -155,29 +155,32 @@ class _WeightGradients:
         grads: list[Tensor | None] = [None] * len(self.params)
         if self.x_TI is not None and any(self.wanted[:n]):
             a, b = (self.x_TI, self.dy_TO) if self.how.transposed else (self.dy_TO, self.x_TI)
-            places = self._places(weights)
-            if places is not None:
-                product(a.t(), b, out=side_by_side(places, dim))
-                grads[:n] = places
-            else:
+            places = self._written(weights, a.t(), b)
+            if places is None:
                 parts = product(a.t(), b).split([w.numel() // self.x_TI.shape[1] for w in weights], dim)
-                grads[:n] = [g.view(w.shape) for g, w in zip(parts, weights, strict=True)]
+                places = [g.view(w.shape) for g, w in zip(parts, weights, strict=True)]
+            grads[:n] = places
         if any(self.wanted[n:]):
             parts = self.own_dy_SO.sum(0).split([b.numel() for b in biases])
             grads[n:] = [g.view(b.shape) for g, b in zip(parts, biases, strict=True)]
         return grads
 
-    def _places(self, weights: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        """Where the sink wants these gradients, if that is one matrix in memory."""
-        if self.how.sink is None or not all(self.wanted[: len(weights)]):
+    def _written(self, weights: Sequence[Tensor], a_OT: Tensor, b_TI: Tensor) -> Sequence[Tensor] | None:
+        """The gradients where the sink wants them; None when it does not, or not as one matrix in memory."""
+        sink = self.how.sink
+        if sink is None or not all(self.wanted[: len(weights)]) or (self.how.transposed and len(weights) > 1):
             return None
-        places = self.how.sink.places(weights)
+        places = sink.places(weights, onto=False)
+        onto = places is None and adds_as_a_sum(a_OT, b_TI)
+        if onto:
+            places = sink.places(weights, onto=True)
         if places is None or any(p.dim() != 2 or not p.is_contiguous() for p in places):
             return None
-        if self.how.transposed:
-            return places if len(places) == 1 else None
         one = side_by_side(places, 0)
-        return places if one.data_ptr() == places[0].data_ptr() else None
+        if one.data_ptr() != places[0].data_ptr():
+            return None
+        product(a_OT, b_TI, onto=one) if onto else product(a_OT, b_TI, out=one)
+        return places
 
     def detached(self) -> "_WeightGradients":
         """Kept for later, when ZeRO may have let the weights go: the few elements of a norm are copied."""

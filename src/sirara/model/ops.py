@@ -9,6 +9,7 @@ Shape letters: T tokens (all leading dims), D features, I inputs, O outputs, F f
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -93,6 +94,32 @@ def product(
     for low in range(step, inner, step or 1):
         y_MN.addmm_(a_MK[:, low : low + step], b_KN[low : low + step])
     return y_MN
+
+
+def adds_as_a_sum(a_MK: Tensor, b_KN: Tensor) -> bool:
+    """Whether `product(a, b, onto=c)` has the bits of c + product(a, b), for matrices of this form here and now.
+
+    So it is where the library holds the whole sum over K in registers before it adds; which K that is, it does not
+    tell, so it is tried once per form.  Never for a lower dtype, whose c is rounded differently.
+    """
+    if a_MK.device.type != "cpu" or a_MK.dtype in _LOW or _compiling():
+        return False
+    form = (a_MK.shape[0], a_MK.shape[1], b_KN.shape[1], a_MK.stride(1) != 1, b_KN.stride(1) != 1)
+    return _tried(form, a_MK.dtype, torch.get_num_threads())
+
+
+@lru_cache(maxsize=1024)
+def _tried(form: tuple[int, int, int, bool, bool], dtype: torch.dtype, threads: int) -> bool:
+    m, k, n, a_turned, b_turned = form
+    generator = torch.Generator().manual_seed(k)
+
+    def drawn(rows: int, columns: int, turned: bool) -> Tensor:
+        if turned:
+            return torch.randn(columns, rows, dtype=dtype, generator=generator).t()
+        return torch.randn(rows, columns, dtype=dtype, generator=generator)
+
+    a_MK, b_KN, c_MN = drawn(m, k, a_turned), drawn(k, n, b_turned), drawn(m, n, False)
+    return torch.equal(c_MN + product(a_MK, b_KN), product(a_MK, b_KN, onto=c_MN.clone()))
 
 
 def side_by_side(tensors: Sequence[Tensor], dim: int) -> Tensor:

@@ -113,8 +113,11 @@ class Deferral:
 class Sink(Protocol):
     """Where gradients may be written as they are made, which saves a copy."""
 
-    def places(self, leaves: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        """A tensor like each leaf, to be filled and returned as its gradient; None: nowhere in particular."""
+    def places(self, leaves: Sequence[Tensor], *, onto: bool) -> Sequence[Tensor] | None:
+        """A tensor like each leaf, to be filled and returned as its gradient; None: nowhere in particular.
+
+        onto: one that the gradient is to be added to instead, and returned.
+        """
         ...
 
 

@@ -68,16 +68,23 @@ class FlatGroup:
 
 
 class Places:
-    """Where gradients may be written as they are made, by the `id` of their leaf; each place is given out once."""
+    """Where gradients may be written as they are made, or added, by the `id` of their leaf; each is given out once."""
 
     def __init__(self) -> None:
-        self.views: dict[int, Tensor] = {}
+        self.fresh: dict[int, Tensor] = {}
+        self.sums: dict[int, Tensor] = {}
 
-    def places(self, leaves: Sequence[Tensor]) -> list[Tensor] | None:
+    def places(self, leaves: Sequence[Tensor], *, onto: bool) -> list[Tensor] | None:
         """The places of all of `leaves`, or None."""
-        if any(id(leaf) not in self.views for leaf in leaves):
+        views = self.sums if onto else self.fresh
+        if any(id(leaf) not in views for leaf in leaves):
             return None
-        return [self.views.pop(id(leaf)) for leaf in leaves]
+        return [views.pop(id(leaf)) for leaf in leaves]
+
+    def clear(self) -> None:
+        """Nothing may be written any more."""
+        self.fresh.clear()
+        self.sums.clear()
 
 
 def read_piece(piece: Piece, read: InitSlice) -> Tensor:

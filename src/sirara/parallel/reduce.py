@@ -179,14 +179,16 @@ class GradientSum:
     def _leaf_buffer(self, leaf_dtype: torch.dtype, dtype: torch.dtype) -> torch.dtype:
         return leaf_dtype if self.deal.k == 0 and self.comm.size > 1 else dtype
 
-    def open(self) -> list[Tensor] | None:
-        """Where the leaves' gradients of the next `add` may be written as they are made; None where they are added
-        to what is there, or in another dtype."""
+    def open(self) -> tuple[list[Tensor], bool]:
+        """(places, onto): where the leaves' gradients of the next `add` may be written as they are made, or, `onto`,
+        what they may be added to; none where they have another dtype."""
+        if self.leaf_dtype != self.buffer_dtype:
+            return [], False
         entries = self.local.entries
-        if self.leaf_dtype != self.buffer_dtype or (entries and entries[-1].level == 0):
-            return None
+        if entries and entries[-1].level == 0:
+            return self._views(entries[-1].tensor), True
         self.opened = self._fresh()
-        return self._views(self.opened)
+        return self._views(self.opened), False
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Adds this rank's next microbatch, in ascending order; a complete block starts its exchange.
@@ -256,7 +258,7 @@ class GradientSum:
         for target, grad in zip(self._views(buffer), grads, strict=True):
             if grad is not None and grad.is_sparse:
                 target.add_(grad.to(target.dtype))
-            elif grad is not None:
+            elif grad is not None and grad.data_ptr() != target.data_ptr():
                 self.pool.add(target, grad)
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
@@ -289,8 +291,11 @@ class FastSum(GradientSum):
     def _leaf_buffer(self, leaf_dtype: torch.dtype, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def open(self) -> list[Tensor] | None:
-        return None if self.local.entries else super().open()
+    def open(self) -> tuple[list[Tensor], bool]:
+        if self.local.entries:
+            same = self.leaf_dtype == self.buffer_dtype
+            return (self._views(self.local.entries[0].tensor), True) if same else ([], False)
+        return super().open()
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         if self.local.entries:

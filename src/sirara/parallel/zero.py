@@ -226,13 +226,14 @@ class Zero:
                 flat.publishing = None
 
     def open(self, unit: int) -> None:
-        """Says where the gradients of this unit's next `add` may be written (`sink`)."""
-        self.sink.views.clear()
+        """Says where the gradients of this unit's next `add` may be written or added (`sink`)."""
+        self.sink.clear()
         for place, use, first in self._routes[unit]:
             here = self.groups[place].sums.get(use)
-            views = None if here is None else here.open()
-            if views is not None:
-                self.sink.views.update(zip(map(id, self.leaves[unit][first:]), views, strict=False))
+            if here is not None:
+                views, onto = here.open()
+                known = self.sink.sums if onto else self.sink.fresh
+                known.update(zip(map(id, self.leaves[unit][first:]), views, strict=False))
 
     def add(self, unit: int, grads: Sequence[Tensor | None], microbatch: int) -> None:
         """Takes one unit's gradients of this rank's next microbatch, in the order of `leaves[unit]`.

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sirara.model.decoder import Decoder
+from sirara.model.ops import adds_as_a_sum, product
 from sirara.parallel.flat import Places
 from sirara.pure.shape import ModelShape
 
@@ -40,7 +41,7 @@ def test_gradients_in_their_places_have_the_bits_of_those_that_are_returned(fami
         id(leaf): flat[low:high].view(leaf.shape)
         for leaf, low, high in zip(leaves, ends[:-1], ends[1:], strict=True)
     }
-    sink.views = dict(places)
+    sink.fresh = dict(places)
     written = 0
     for leaf, before, after in zip(leaves, plain, gradients(), strict=True):
         assert torch.equal(before, after.to_dense())
@@ -52,7 +53,20 @@ def test_gradients_in_their_places_have_the_bits_of_those_that_are_returned(fami
 
 def test_a_place_is_given_out_once_and_only_with_all_its_neighbours():
     sink, a, b, other = Places(), *torch.zeros(3, 2)
-    sink.views = {id(a): torch.ones(2), id(b): torch.ones(2)}
-    assert sink.places([a, other]) is None
-    assert len(sink.places([a, b]) or ()) == 2
-    assert sink.places([a]) is None
+    sink.fresh = {id(a): torch.ones(2), id(b): torch.ones(2)}
+    assert sink.places([a, other], onto=False) is None and sink.places([a, b], onto=True) is None
+    assert len(sink.places([a, b], onto=False) or ()) == 2
+    assert sink.places([a], onto=False) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tokens", [3, 64, 256, 700, 2048])
+def test_a_product_is_added_in_place_only_where_that_has_the_bits_of_a_sum(dtype, tokens):
+    generator = torch.Generator().manual_seed(tokens)
+    dy, x, c = (torch.randn(r, 96, dtype=dtype, generator=generator) for r in (tokens, tokens, 96))
+    if adds_as_a_sum(dy.t(), x):
+        for n in range(20):
+            c = c + n
+            assert torch.equal(c + product(dy.t(), x), product(dy.t(), x, onto=c.clone()))
+    # What is rounded to a lower dtype first is another sum.
+    assert not adds_as_a_sum(dy.t().bfloat16(), x.bfloat16())
