@@ -6,7 +6,9 @@
 
 Each unit has one fixed place, so its parameters are bound to views of it once, and what autograd saved in forward is
 right again when backward has gathered the same unit anew.  Two places, each as large as its largest unit, are all the
-memory; with `keep` every unit has a place of its own and is gathered once per step.
+memory; with `keep` every unit has a place of its own and is gathered once per step.  Embedding and head, the largest
+units, share a place where a rank has both; with an even number of blocks between them the last two blocks share the
+other one, and one gather per direction is not hidden behind a unit.
 """
 
 from collections.abc import Mapping, Sequence
