@@ -15,7 +15,7 @@ from sirara.train.batch import to_inputs
 from sirara.train.step import loss_sum
 
 AT_ONCE = 8
-"""Batches that are in the pipeline together."""
+"""Batches that are in a pipeline of several ranks together."""
 
 
 def evaluate(stage: Stage, batches: EvalBatches, *, mesh: Mesh, alive: Callable[[], object]) -> float:
@@ -25,11 +25,11 @@ def evaluate(stage: Stage, batches: EvalBatches, *, mesh: Mesh, alive: Callable[
     """
     device, dp = stage.zero.device, mesh.coordinate("dp")
     stage.zero.wait_all()
-    each = -(-len(batches) // mesh.dp)
+    each, at_once = -(-len(batches) // mesh.dp), AT_ONCE if stage.comms.pp.size > 1 else 1
     rows = torch.zeros(2, each, dtype=torch.float64)
-    for low in range(0, each, AT_ONCE):
+    for low in range(0, each, at_once):
         # Ranks without a batch in the last place take part in ZeRO's moves: None.
-        here = [p * mesh.dp + dp for p in range(low, min(each, low + AT_ONCE))]
+        here = [p * mesh.dp + dp for p in range(low, min(each, low + at_once))]
         inputs = [to_inputs(batches.batch(i), device) if i < len(batches) else None for i in here]
         stage.zero.begin(())
         losses = iter(stage.pipeline.evaluate(inputs))

@@ -52,6 +52,7 @@ class Trainer:
     """One rank's share of a run, from configuration to checkpoints.
 
     Attributes:  state: the one owner of what is resumed.  comm, device: where this rank stands.
+                 stepper: the step pipeline and this rank's stages.  deal: who computes which microbatch.
                  loss: of the last step.  grade: how equal the run is to an uninterrupted one.
                  timings: seconds of the last step by name ("time/step_s", "time/data_wait_s"), and of the saves
                  between it and the one before ("time/ckpt_stall_s").

@@ -93,7 +93,7 @@ def test_value_may_contain_an_equals_sign(path):
         [],
         ["train.optimizer.name=lion", "train.lr_schedule={name: wsd}", "train.precision=bf16"],
         ["train.clip_grad_norm=null", "mesh=auto", "checkpoint.keep_every=50", "launch.stop_grace=90s"],
-        ["data.eval=[{path: held/out}]", "data.tokenizer=t.json", "mesh.block=4", "mesh.dp=3", "name=3e-4x"],
+        ["data.eval=[{path: held/out}]", "data.tokenizer=t.json", "mesh.block=1", "mesh.dp=3", "name=3e-4x"],
         ["model={preset: llama3-8b, vocab: tokenizer}", "train.eval_every=3"],
     ],
 )

@@ -310,7 +310,8 @@ from sirara.data.build_plan import TokenizerChoice, plan_build
 from sirara.data.tokenise import build
 
 def kill(now):
-    if now.phase == "tokenising" and now.done_bytes > 3000:
+    # Once: the process that was killed may be gone at the next call.
+    if now.phase == "tokenising" and now.done_bytes > 3000 and not Path(sys.argv[3]).exists():
         pids = [str(child.pid) for child in multiprocessing.active_children()]
         Path(sys.argv[3]).write_text(" ".join(pids))
         os.kill(os.getpid(), signal.SIGKILL)

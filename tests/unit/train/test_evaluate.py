@@ -8,6 +8,7 @@ import torch
 
 from sirara.data.batches import EvalBatches
 from sirara.data.store import write_store
+from sirara.mesh import Mesh
 from sirara.train.evaluate import evaluate
 
 
@@ -15,9 +16,14 @@ def test_every_batch_of_an_evaluation_is_a_sign_of_life(tmp_path) -> None:
     # A set of more than launch.hang_timeout was ended as a hang, with everything since the last checkpoint.
     write_store(tmp_path / "store", [np.arange(1, 30)], vocab=30, eot=0)
     batches = EvalBatches(tmp_path / "store", seq_len=4, micro_batch=2, vocab=30)
-    zero = SimpleNamespace(pool=torch.zeros(1), wait_all=lambda: None)
-    stage: Any = SimpleNamespace(zero=zero, evaluate=lambda inputs: torch.ones(inputs.targets_BL.shape))
-    comm: Any = SimpleNamespace(size=1, rank=0, gather_rows=lambda what, row: row[None])
+    zero = SimpleNamespace(device=torch.device("cpu"), wait_all=lambda: None, begin=lambda order: None)
+    world = SimpleNamespace(gather_rows=lambda what, row: row[None])
+    stage: Any = SimpleNamespace(
+        zero=zero,
+        comms=SimpleNamespace(world=world, pp=SimpleNamespace(size=1)),
+        loss_rank=0,
+        pipeline=SimpleNamespace(evaluate=lambda inputs: [torch.ones(i.targets_BL.shape) for i in inputs]),
+    )
     signs: list[None] = []
-    evaluate(stage, batches, comm=comm, alive=lambda: signs.append(None))
+    evaluate(stage, batches, mesh=Mesh(), alive=lambda: signs.append(None))
     assert len(signs) == len(batches) > 1

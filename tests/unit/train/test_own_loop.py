@@ -31,7 +31,18 @@ def test_the_loop_uses_only_what_the_trainer_offers_to_everybody() -> None:
         )
     }
     documented = {name for name in dir(Trainer) if not name.startswith("_")}
-    documented |= {"state", "world", "device", "grade", "timings", "loss", "shape", "eval_sets"}
+    documented |= {
+        "state",
+        "world",
+        "device",
+        "grade",
+        "timings",
+        "loss",
+        "shape",
+        "eval_sets",
+        "deal",
+        "stepper",
+    }
     assert len(used) > 8 and used <= documented
 
 

@@ -5,14 +5,11 @@ from math import prod
 import pytest
 import torch
 
-from sirara.comm.world import World, world_comm
-from sirara.parallel.parallelize import Layout, parallelize
 from sirara.pure.families import init_slice
-from sirara.pure.tree import deal
 from sirara.train.optim import AdamW
 from sirara.train.step import Step
 from tests.ranks.test_step import batch
-from tests.toy import Toy, specs
+from tests.toy import Toy, assemble, specs
 
 STEPS, MICROBATCHES, LR, CLIP = 4, 6, 1e-2, 0.05
 
@@ -31,15 +28,11 @@ def drawn(tied: bool) -> dict[str, torch.Tensor]:
 
 
 def ours(tied: bool) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    comm = world_comm(World(rank=0, size=1, local_rank=0, local_size=1, node=0), timeout_s=1)
-    dealt = deal(MICROBATCHES, 1, 2)
-    layout = Layout(zero=1, deal=dealt, weights=torch.float64, sums=torch.float64)
-    stage = parallelize(Toy(), specs(tied=tied), layout, comm=comm, device=torch.device("cpu"))
-    stage.zero.initialise(lambda spec, a, b: torch.from_numpy(init_slice(spec, 7, a, b)))
+    stage, mesh, dealt = assemble(zero=1, microbatches=MICROBATCHES, block=2, precision="fp64", tied=tied)
     optimizer = AdamW()
     for flat in stage.zero.groups:
-        flat.state = {name: torch.zeros_like(flat.master_U) for name in optimizer.state_names}
-    step = Step(stage=stage, comm=comm, deal=dealt, optimizer=optimizer, clip=CLIP)
+        flat.state = {name: torch.zeros_like(flat.weights_U) for name in optimizer.state_names}
+    step = Step(stage=stage, mesh=mesh, deal=dealt, optimizer=optimizer, clip=CLIP)
     seen = []
     for n in range(STEPS):
         valid = valid_targets(n)
@@ -48,7 +41,7 @@ def ours(tied: bool) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]
         result = step.finish(losses, valid_targets=valid, lr=LR, update=n + 1, request=0)
         seen.append((result.loss, result.grad_norm))
     weights = {
-        slot.tensor.name: flat.weights_P[slot.start : slot.start + slot.numel].view(slot.tensor.shape)
+        slot.tensor.name: flat.weights_U[slot.start : slot.start + slot.numel].view(slot.tensor.shape)
         for flat in stage.zero.groups
         for slot in flat.group.slots
     }
