@@ -97,7 +97,7 @@ def poison(trainer: Trainer, unit: int, tensor: str | None, value: float) -> Any
     def added(which: int, grads: Any, *rest: Any) -> None:
         if which == unit:
             if seen[0] == place:
-                grads = [None if g is None else g.clone() for g in grads]
+                grads = [None if g is None else g.to_dense().clone() for g in grads]
                 grads[names.index(tensor)].view(-1)[-1] = value
             seen[0] += 1
         add(which, grads, *rest)
