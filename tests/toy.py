@@ -65,19 +65,21 @@ class Toy:
         return self._units
 
 
-def specs(*, tied: bool) -> tuple[UnitSpec, ...]:
-    def tensor(name, local, shape, *, std=0.1, tied_to=None):
-        init = Init(kind="normal", std=std)
-        return TensorSpec(
-            name=name,
-            local=local,
-            shape=shape,
-            placement=REPLICATE,
-            decay=len(shape) > 1,
-            init=init,
-            tied_to=tied_to,
-        )
+def tensor(name, local, shape, *, kind="normal", tied_to=None, dtype=None) -> TensorSpec:
+    """A replicated tensor of a toy; matrices decay."""
+    return TensorSpec(
+        name=name,
+        local=local,
+        shape=shape,
+        placement=REPLICATE,
+        decay=len(shape) > 1,
+        init=Init(kind=kind, std=0.1),
+        tied_to=tied_to,
+        dtype=dtype,
+    )
 
+
+def specs(*, tied: bool) -> tuple[UnitSpec, ...]:
     blocks = [
         UnitSpec(
             name=f"block.{i}",

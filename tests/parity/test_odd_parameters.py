@@ -4,7 +4,6 @@ A model of plain torch has one of each in every block; each ZeRO stage and pipel
 itself equals torch's autograd and AdamW on the whole batch.
 """
 
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,13 @@ from torch import nn
 
 from sirara.checkpoint.manager import CheckpointManager
 from sirara.parallel.stage import Inputs
-from sirara.pure.families import Init, TensorSpec, UnitSpec, init_slice
-from sirara.pure.placement import REPLICATE
+from sirara.pure.families import UnitSpec, init_slice
 from sirara.train.optim import make_optimizer
 from sirara.train.state import Counters, TrainState
 from sirara.train.step import Step
 from tests.harness import run_ranks
 from tests.ranks.test_step import B, batch
-from tests.toy import HIDDEN, LENGTH, Embed, Head, assemble
+from tests.toy import HIDDEN, LENGTH, Embed, Head, assemble, tensor
 from tests.toy import specs as toy_specs
 
 BLOCKS, STEPS, MICROBATCHES, SEED = 4, 3, 7, 7
@@ -56,12 +54,6 @@ class Odd:
 def table(*, tied: bool, other: str | None) -> tuple[UnitSpec, ...]:
     """other: dtype of the gains, if not the model's."""
 
-    def tensor(name: str, local: str, shape: tuple[int, ...], **init: Any) -> TensorSpec:
-        kind = Init(**(init or {"kind": "normal", "std": 0.1}))
-        return TensorSpec(
-            name=name, local=local, shape=shape, placement=REPLICATE, decay=len(shape) > 1, init=kind
-        )
-
     embed, *_, head = toy_specs(tied=tied)
     blocks = [
         UnitSpec(
@@ -70,7 +62,7 @@ def table(*, tied: bool, other: str | None) -> tuple[UnitSpec, ...]:
             tensors=(
                 tensor(f"b{i}.mix.weight", "mix.weight", (HIDDEN, HIDDEN)),
                 tensor(f"b{i}.mix.bias", "mix.bias", (HIDDEN,)),
-                replace(tensor(f"b{i}.gain", "gain", (GAINS[i],), kind="ones"), dtype=other),
+                tensor(f"b{i}.gain", "gain", (GAINS[i],), kind="ones", dtype=other),
                 tensor(f"b{i}.empty", "empty", (0, HIDDEN)),
                 tensor(f"b{i}.unused", "unused", (3,)),
             ),

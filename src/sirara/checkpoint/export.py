@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,14 +97,13 @@ def new_folder(out: Path, *, dry_run: bool = False) -> Iterator[Path | None]:
     disk = Disk()
     temp = out.absolute().parent / f".{out.name}.tmp-{secrets.token_hex(4)}"
     disk.make_folder(temp)
-    try:
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, temp, ignore_errors=True)
         yield temp
         disk.sync_folder(temp)
         disk.rename(temp, out)
         disk.sync_folder(out.absolute().parent)
-    except BaseException:
-        shutil.rmtree(temp, ignore_errors=True)
-        raise
+        undo.pop_all()
 
 
 def _plan(snapshot: Snapshot, dtype: torch.dtype | None) -> SavePlan:

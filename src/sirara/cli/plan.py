@@ -92,6 +92,8 @@ def _text(t: "Trace", config: RunConfig) -> list[str]:
     ]
     for name, traffic in t.traffic.items():
         lines += _traffic_lines(name, traffic)
+    if config.train.compile:
+        lines.append(f"{'compile':<14}blocks were played uncompiled: they hold and send the same")
     return lines
 
 

@@ -291,12 +291,6 @@ class FastSum(GradientSum):
     def _leaf_buffer(self, leaf_dtype: torch.dtype, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def open(self) -> tuple[list[Tensor], bool]:
-        if self.local.entries:
-            same = self.leaf_dtype == self.buffer_dtype
-            return (self._views(self.local.entries[0].tensor), True) if same else ([], False)
-        return super().open()
-
     def add(self, grads: Sequence[Tensor | None]) -> None:
         if self.local.entries:
             self._add_onto(self.local.entries[0].tensor, grads)

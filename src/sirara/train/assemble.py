@@ -7,11 +7,12 @@ import torch
 
 from sirara.comm.mail import Mail
 from sirara.comm.world import Comms
+from sirara.config.check import check_layout, frozen_names
 from sirara.config.schema import RunConfig
 from sirara.mesh import Mesh
 from sirara.model.decoder import Decoder
 from sirara.parallel.parallelize import Layout, parallelize
-from sirara.pure.families import ModelShape, UnitSpec
+from sirara.pure.families import ModelShape, UnitSpec, unit_specs, with_frozen
 from sirara.pure.schedule import chunks_of, schedule
 from sirara.pure.split import split_units, unit_costs
 from sirara.pure.tree import Deal, deal
@@ -31,6 +32,16 @@ class Assembly:
     deal: Deal
     stepper: Step
     state: TrainState
+
+
+def specs_of(config: RunConfig, shape: ModelShape) -> tuple[UnitSpec, ...]:
+    """The units of the model with what the configuration freezes.
+
+    Raises:  LayoutError or ConfigError for a mesh or a kind of training that does not fit the model.
+    """
+    check_layout(config, shape)
+    specs = unit_specs(shape)
+    return with_frozen(specs, frozen_names(config.train.freeze, specs)) if config.train.freeze else specs
 
 
 def assemble(

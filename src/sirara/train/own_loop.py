@@ -22,7 +22,6 @@ from sirara.checkpoint.export import with_generation_files
 from sirara.checkpoint.hf import HfReader, hf_config
 from sirara.checkpoint.manager import CheckpointManager, Restored
 from sirara.comm.world import World, connect, connect_axes, disconnect
-from sirara.config.check import check_layout, frozen_names
 from sirara.config.load import model_shape
 from sirara.config.run_folder import RunFolder
 from sirara.config.schema import RunConfig
@@ -30,9 +29,9 @@ from sirara.data.batches import Batches, EvalBatches
 from sirara.device import open_device
 from sirara.errors import CheckpointError, StorageError
 from sirara.mesh import build_mesh
-from sirara.pure.families import TensorSpec, init_slice, unit_specs, with_frozen
+from sirara.pure.families import TensorSpec, init_slice
 from sirara.pure.rng import DropoutKey
-from sirara.train.assemble import assemble
+from sirara.train.assemble import assemble, specs_of
 from sirara.train.batch import to_inputs
 from sirara.train.evaluate import evaluate
 from sirara.train.grade import Grade, arithmetic, grade
@@ -78,10 +77,7 @@ class Trainer:
         self.loss = math.nan
         self.tokenizer, self.vocab = Batches.tokenizer_of(config.data)
         self.shape = model_shape(config, self.vocab)
-        check_layout(config, self.shape)
-        self.specs = unit_specs(self.shape)
-        if config.train.freeze:
-            self.specs = with_frozen(self.specs, frozen_names(config.train.freeze, self.specs))
+        self.specs = specs_of(config, self.shape)
         self._build()
         self.manager = CheckpointManager(
             run.checkpoints,

@@ -13,15 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from sirara.comm.stand_in import Count, StandIn, StandInMail, stand_in_axes
-from sirara.config.check import check_layout, frozen_names
 from sirara.config.schema import RunConfig
 from sirara.errors import ConfigError, InvariantError, LayoutError
 from sirara.mesh import Mesh
 from sirara.parallel.flat import FlatGroup
 from sirara.parallel.stage import Inputs
-from sirara.pure.families import ModelShape, parameter_count, unit_specs, with_frozen
+from sirara.pure.families import ModelShape, parameter_count
 from sirara.pure.rng import DropoutKey
-from sirara.train.assemble import Assembly, assemble
+from sirara.train.assemble import Assembly, assemble, specs_of
 from sirara.train.paper import META, OnPaper
 
 HELD = ("weights", "masters", "optimizer", "window", "gradients and exchange")
@@ -87,10 +86,7 @@ def trace(config: RunConfig, shape: ModelShape, *, rank: int) -> Trace:
              not fit the model.
     """
     mesh = mesh_of(config, rank)
-    check_layout(config, shape)
-    specs = unit_specs(shape)
-    if config.train.freeze:
-        specs = with_frozen(specs, frozen_names(config.train.freeze, specs))
+    specs = specs_of(config, shape)
     comms = {"plane": _plane(mesh), **{axis: mesh.peers(axis) for axis in ("pp", "dp", "tp")}}
     # Compiled blocks hold and send the same; compiling them would take longer than all the rest.
     config = config.model_copy(update={"train": config.train.model_copy(update={"compile": False})})
