@@ -10,7 +10,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed
-EXTRAS := dev,demo,hf,plot,data
+EXTRAS := dev,demo,hf,plot,data,s3,parity
 CODE   := $(wildcard src tests benchmarks examples)
 
 .PHONY: setup demo check format test test-long clean

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sirara.checkpoint.reader import MANIFEST
 from sirara.checkpoint.steps import committed_steps, step_name
 from sirara.config.run_folder import RunFolder
 from sirara.errors import CheckpointError, ConfigError
+from sirara.pure.manifest import MANIFEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ from sirara.checkpoint.export import Exported, new_folder
 from sirara.checkpoint.hf import HfReader, StoredTensor
 from sirara.checkpoint.manager import CheckpointManager
 from sirara.checkpoint.ranges import NamedRange, dtype_name
-from sirara.checkpoint.reader import MANIFEST
 from sirara.checkpoint.retention import VERIFIED
 from sirara.pure.layout import whole
+from sirara.pure.manifest import MANIFEST
 from sirara.pure.saveplan import INDEX, PlannedTensor, plan_save
 
 _BESIDE = (".json", ".txt", ".jinja", ".model")

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from sirara.checkpoint.ranges import NamedRange, dtype_name
-from sirara.checkpoint.reader import MANIFEST, Snapshot
+from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.report import assemble, failure_name, report_name, wait_for_reports
 from sirara.checkpoint.retention import VERIFIED, delete_step, expendable, is_verified, mark_verified
 from sirara.checkpoint.scrub import scrub_pieces
@@ -32,7 +32,7 @@ from sirara.errors import (
     SiraraError,
     StorageError,
 )
-from sirara.pure.manifest import FileEntry, Manifest
+from sirara.pure.manifest import MANIFEST, FileEntry, Manifest
 from sirara.pure.saveplan import INDEX, PlannedTensor, SavePlan, plan_save, weight_index
 
 __all__ = ["CheckpointManager", "NamedRange", "PlannedTensor", "Restored", "Snapshot", "dtype_name"]

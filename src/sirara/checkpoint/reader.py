@@ -21,11 +21,10 @@ from sirara.checkpoint.ranges import DTYPES, NamedRange, dtype_name, host_bytes
 from sirara.checkpoint.storage import read_at, storage_error
 from sirara.errors import CheckpointError
 from sirara.pure.layout import Box, whole
-from sirara.pure.manifest import Manifest, parse_manifest
+from sirara.pure.manifest import MANIFEST, Manifest, parse_manifest
 from sirara.pure.reshard import overlaps
 from sirara.pure.saveplan import ITEM_BYTES
 
-MANIFEST = "manifest.json"
 BATCH_BYTES = 32 << 20
 BATCH_PIECES = 1024
 

@@ -9,9 +9,9 @@ import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from sirara.checkpoint.reader import MANIFEST
 from sirara.checkpoint.storage import Disk
 from sirara.errors import InvariantError
+from sirara.pure.manifest import MANIFEST
 
 VERIFIED = "verified.json"
 

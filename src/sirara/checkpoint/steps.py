@@ -11,8 +11,8 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from sirara.checkpoint.reader import MANIFEST
 from sirara.checkpoint.storage import Disk, names_in
+from sirara.pure.manifest import MANIFEST
 
 _STEP = re.compile(r"step-(\d+)")
 _HIDDEN = re.compile(r"\.step-(\d+)\.(tmp|old|gone)-([0-9a-f]{8}-[0-9a-f-]{27})")

@@ -8,12 +8,13 @@ from typing import Any
 import click
 
 from sirara.checkpoint.find import find
-from sirara.checkpoint.reader import MANIFEST, Snapshot
+from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.retention import is_verified
 from sirara.checkpoint.scrub import scrub
 from sirara.checkpoint.steps import incomplete_steps
 from sirara.cli.options import json_option, say_json
 from sirara.errors import CheckpointError, Exit, StorageError
+from sirara.pure.manifest import MANIFEST
 
 TARGET_HELP = (
     "a run (its name, the beginning of it, its folder, or latest), a checkpoints folder, or a step's folder"

@@ -6,12 +6,13 @@ import click
 
 from sirara.checkpoint.find import find
 from sirara.checkpoint.hf_model import load_decoder
-from sirara.checkpoint.reader import MANIFEST, Snapshot
+from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.scrub import scrub_pieces
 from sirara.cli.options import json_option, say_json
 from sirara.data.tokenizer import TextTokenizer
 from sirara.errors import ConfigError
 from sirara.model.generate import Choice, generate
+from sirara.pure.manifest import MANIFEST
 
 ROOM = click.FloatRange(min=0)
 

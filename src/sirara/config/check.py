@@ -28,8 +28,6 @@ _RUNS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("offload.activations", lambda v: v == "none", "none"),
     ("offload.path", lambda v: v is None, "null"),
     ("offload.host_budget", lambda v: v is None, "null"),
-    ("checkpoint.async", lambda v: v is False, "false: a save returns when it is durable"),
-    ("checkpoint.tiers", lambda v: v == ["disk"], "[disk]"),
     ("launch.nodes", lambda v: v == 1, "1; for many machines start `sirara run` under torchrun or srun"),
     ("log.sinks", lambda v: v == [], "[]: metrics are in metrics.jsonl of the run"),
 )

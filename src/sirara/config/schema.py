@@ -268,15 +268,57 @@ class OffloadConfig(Section):
 Tier = Literal["memory", "peer", "parity", "disk", "object"]
 
 
+TierName = Literal["memory", "peer", "parity", "disk", "object"]
+
+
+class TierConfig(Section):
+    """Where copies of a checkpoint are kept, and how often. In a list of tiers a bare name stands for {tier: name}."""
+
+    tier: TierName
+    every: Positive | None = Field(default=None, description="steps; null: as checkpoint.every")
+    path: Path | None = Field(
+        default=None,
+        description="memory, peer, parity: folder in shared memory; disk: folder of the node's own disk "
+        "(null: the run folder, shared). {node} in it becomes the number of the node",
+    )
+    copies: Annotated[int, Field(ge=2)] = Field(
+        default=2, description="peer: nodes that hold each image, its own included"
+    )
+    data: Positive = Field(default=4, description="parity: blocks of data in a group of nodes")
+    parity: Positive = Field(default=2, description="parity: nodes of a group that may be lost")
+    domains: list[str] = Field(
+        default=[],
+        description="peer, parity: what each node shares with others that fail with it (rack, power)",
+    )
+    url: str | None = Field(default=None, description="object: s3://bucket/prefix and the like")
+    options: dict[str, str] = Field(
+        default={}, description="object: endpoint, region, ...; credentials come from the environment"
+    )
+
+
+def _tier(value: object) -> object:
+    return {"tier": value} if isinstance(value, str) else value
+
+
 class CheckpointConfig(Section):
     every: Positive | None = Field(default=None, description="steps; null: at the end and on request only")
     keep_last: Positive = 3
     keep_every: Positive | None = Field(default=None, description="steps that are kept for ever")
-    async_: bool = Field(default=False, alias="async")
-    tiers: Annotated[list[Literal["memory", "peer", "parity", "disk", "object"]], Field(min_length=1)] = [
-        "disk"
+    keep_best: str | None = Field(
+        default=None, description="eval/<set>/loss: the step where it was lowest is kept"
+    )
+    async_: bool = Field(default=False, alias="async", description="train on while a save is written")
+    when_busy: Literal["queue", "skip", "wait"] = Field(
+        default="queue",
+        description="a save is due while one is being written: save at the first step after it, not at all, or wait",
+    )
+    tiers: Annotated[list[Annotated[TierConfig, BeforeValidator(_tier)]], Field(min_length=1)] = [
+        TierConfig(tier="disk")
     ]
     max_failures: Count = Field(default=5, description="failed saves in a row that a run survives")
+    retry: Annotated[Seconds, Field(gt=0.0)] = Field(
+        default=30.0, description="after a failed save the next try, doubled each time"
+    )
 
 
 class LaunchConfig(Section):

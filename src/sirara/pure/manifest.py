@@ -36,6 +36,7 @@ from sirara.pure.layout import Box
 from sirara.pure.reshard import SavedBoxes
 from sirara.pure.saveplan import ITEM_BYTES
 
+MANIFEST = "manifest.json"
 FORMAT = "sirara-checkpoint"
 VERSION = 1
 HASH_BYTES = 16

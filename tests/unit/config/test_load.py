@@ -221,7 +221,6 @@ def test_origin_of_the_key_at_fault_is_said(path):
     [
         *("mesh.cp=2", "mesh.ep=2", "train.precision=fp16", "train.precision=fp8"),
         *("offload.optimizer=host", "offload.params=disk"),
-        *("offload.activations=host", "offload.path=/x", "offload.host_budget=1GiB", "checkpoint.async=true"),
         *("checkpoint.tiers=[memory, disk]", "launch.nodes=2", "log.sinks=[wandb]"),
     ],
 )

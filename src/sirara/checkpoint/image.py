@@ -1,0 +1,149 @@
+"""Image: what one rank saves, laid out in one stretch of memory, and its description.
+
+    image of rank r      | piece 7 | piece 8 | gap | piece 31 | ...       in the order of the plan
+    description          step, uuid, rank; index, position, length and hash of every piece
+
+Pieces that follow each other in a file of the step folder follow each other here, and each such stretch
+begins at the same place modulo BLOCK as in its file, so that it can be written by one call, past the page
+cache. The snapshot is taken into an image in shared memory; the tiers that have no shared files (memory,
+peer, parity, node-local disk) keep images as they are. No torch here: the writer process does without it.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from sirara.errors import CheckpointError
+from sirara.pure.manifest import HASH_BYTES
+from sirara.pure.saveplan import SavePlan
+
+BLOCK = 4096
+FORMAT = "sirara-image"
+_CHECK = b'\n,"check":"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagePlan:
+    """Where the pieces of one rank lie in its image; equal for every save by the same plan.
+
+    index: of each piece in the plan's (and the manifest's) pieces, int64 [n], ascending.  position, length: bytes,
+    int64 [n].  size: bytes of the whole image, a multiple of BLOCK.
+    """
+
+    rank: int
+    index: np.ndarray
+    position: np.ndarray
+    length: np.ndarray
+    size: int
+
+
+def image_plan(plan: SavePlan, rank: int) -> ImagePlan:
+    """The image of one rank; an empty one when it has nothing to save."""
+    index = [i for i, piece in enumerate(plan.pieces) if piece.rank == rank]
+    position = []
+    at, file, expected = 0, -1, 0
+    for i in index:
+        piece = plan.pieces[i]
+        if (piece.file, piece.position) != (file, expected):
+            # A new stretch: the next place that is congruent to the piece's place in its file.
+            at += (piece.position - at) % BLOCK
+        position.append(at)
+        at += piece.length
+        file, expected = piece.file, piece.position + piece.length
+    return ImagePlan(
+        rank=rank,
+        index=np.array(index, np.int64),
+        position=np.array(position, np.int64),
+        length=np.array([plan.pieces[i].length for i in index], np.int64),
+        size=-(-at // BLOCK) * BLOCK,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """The description of one rank's image in one save; together with the manifest of that save (same uuid) it tells
+    which elements lie where.
+
+    index, position, length: as in ImagePlan.  hashes: xxh3-128 of each piece, 16 bytes each, taken when the snapshot
+    was staged.
+    """
+
+    uuid: str
+    run: str
+    attempt: int
+    step: int
+    rank: int
+    world: int
+    node: int
+    size: int
+    index: np.ndarray
+    position: np.ndarray
+    length: np.ndarray
+    hashes: bytes
+
+    def hash(self, n: int) -> bytes:
+        """Of the n-th piece of this image."""
+        return self.hashes[HASH_BYTES * n : HASH_BYTES * (n + 1)]
+
+    @cached_property
+    def place_of(self) -> dict[int, int]:
+        """Index in the manifest's pieces -> place in this image's columns."""
+        return {int(i): n for n, i in enumerate(self.index)}
+
+    def faults(self, data: memoryview) -> list[int]:
+        """Places of the pieces whose bytes in `data` do not match their hash."""
+        bad = []
+        for n, (at, size) in enumerate(zip(self.position.tolist(), self.length.tolist(), strict=True)):
+            if xxhash.xxh3_128_digest(data[at : at + size]) != self.hash(n):
+                bad.append(n)
+        return bad
+
+    def to_bytes(self) -> bytes:
+        fields: dict[str, Any] = {
+            "format": FORMAT,
+            "uuid": self.uuid,
+            "run": self.run,
+            "attempt": self.attempt,
+            "step": self.step,
+            "rank": self.rank,
+            "world": self.world,
+            "node": self.node,
+            "size": self.size,
+            "index": self.index.tolist(),
+            "position": self.position.tolist(),
+            "length": self.length.tolist(),
+            "hash": self.hashes.hex(),
+        }
+        body = json.dumps(fields, separators=(",", ":"))[:-1].encode()
+        return body + _CHECK + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
+
+    @staticmethod
+    def from_bytes(raw: bytes, *, where: str) -> "Image":
+        """Raises CheckpointError naming `where` when the bytes are not what was written."""
+        body, _, check = raw.rpartition(_CHECK)
+        if not body or check.strip() != f'{xxhash.xxh3_128_hexdigest(body)}"}}'.encode():
+            raise CheckpointError(f"{where} is torn or damaged", code="SR550")
+        try:
+            f = json.loads(body + b"}")
+            if f["format"] != FORMAT:
+                raise CheckpointError(f"{where} is in format {f['format']!r}", code="SR511")
+            return Image(
+                uuid=f["uuid"],
+                run=f["run"],
+                attempt=f["attempt"],
+                step=f["step"],
+                rank=f["rank"],
+                world=f["world"],
+                node=f["node"],
+                size=f["size"],
+                index=np.array(f["index"], np.int64),
+                position=np.array(f["position"], np.int64),
+                length=np.array(f["length"], np.int64),
+                hashes=bytes.fromhex(f["hash"]),
+            )
+        except (KeyError, TypeError, ValueError) as fault:
+            raise CheckpointError(f"{where} lacks fields: {fault!r}", code="SR511") from fault
