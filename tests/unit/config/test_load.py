@@ -221,7 +221,8 @@ def test_origin_of_the_key_at_fault_is_said(path):
     [
         *("mesh.cp=2", "mesh.ep=2", "train.precision=fp16", "train.precision=fp8"),
         *("offload.optimizer=host", "offload.params=disk"),
-        *("checkpoint.tiers=[memory, disk]", "launch.nodes=2", "log.sinks=[wandb]"),
+        *("offload.activations=host", "offload.path=/x", "offload.host_budget=1GiB"),
+        *("launch.nodes=2", "log.sinks=[wandb]"),
     ],
 )
 def test_what_does_not_run_yet_is_refused_and_says_what_does(path, override):
