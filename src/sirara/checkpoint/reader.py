@@ -1,66 +1,103 @@
 """A committed step, opened: its manifest is trusted, every other byte is checked when it is read.
 
-    manifest (own hash) ─► sizes of all files ─► overlaps of the wanted boxes ─► pieces by file and position
-        ─► preadv of neighbours together ─► hash ─► scatter
+    manifest (own hash) ─► overlaps of the wanted boxes ─► pieces by copy, key and position
+        ─► one read for neighbours ─► hash while hot ─► scatter;  a bad piece ─► the next copy
 
 A piece that the caller's memory takes in one stretch is read straight into it.
 """
 
 import difflib
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
 import xxhash
 
+from sirara.checkpoint.copies import Copy, FolderCopy
 from sirara.checkpoint.ranges import DTYPES, NamedRange, dtype_name, host_bytes
-from sirara.checkpoint.storage import read_at, storage_error
-from sirara.errors import CheckpointError
+from sirara.checkpoint.steps import step_name
+from sirara.checkpoint.storage import storage_error
+from sirara.errors import CheckpointError, CommError, SiraraError, StorageError
 from sirara.pure.layout import Box, whole
 from sirara.pure.manifest import MANIFEST, Manifest, parse_manifest
 from sirara.pure.reshard import overlaps
 from sirara.pure.saveplan import ITEM_BYTES
 
-BATCH_BYTES = 32 << 20
 BATCH_PIECES = 1024
+_MOST_THREADS = 3  # each may hold a piece of 16 MiB that is not read straight into place
+_PATIENCE = 3
+"""A copy that could not be read this often, for other reasons than wrong bytes, is asked no more in this load."""
 
 # Elements are moved as unsigned integers of their size: every bit pattern survives, and numpy need not know
 # bf16 or fp8.
 _RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
+_READ_FAULTS = (CheckpointError, StorageError, CommError)
+
 
 @dataclass(slots=True)
-class _Read:
-    """A piece that is wanted: the pairs (where in the piece, memory to fill)."""
+class PieceRead:
+    """A piece that is wanted: the pairs (where in the piece, memory to fill), memory as unsigned integers."""
 
     parts: list[tuple[Box, np.ndarray]] = field(default_factory=list)
 
 
-class Snapshot:
-    """One committed step.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A piece that was bad in one copy and good in another."""
 
-    Raises CheckpointError when it is torn, damaged, of another run or step, or when a file is missing or
-    has another size.
+    tensor: str
+    box: str
+    file: str
+    what: str
+    taken_from: str
+
+    def __str__(self) -> str:
+        return f"{self.tensor}{self.box} in {self.file}: {self.what}; taken from {self.taken_from}"
+
+
+class Snapshot:
+    """One committed step: its manifest, and the copies from which its pieces can be read, first choice first.
+
+    Args:    path: of a step folder, the only copy then (`over` takes others).
+    Raises:  CheckpointError when it is torn, damaged, of another run or step, or when a file is missing or
+             has another size.
+
+    Attributes:  notes: what was bad in one copy and taken from another, so far.
     """
 
     def __init__(
         self, path: Path, *, run: str | None = None, step: int | None = None, check_sizes: bool = True
     ) -> None:
-        self.path = path
-        self.manifest: Manifest = parse_manifest(_read_manifest(path), where=str(path / MANIFEST))
-        m = self.manifest
-        if run is not None and m.run != run:
-            raise CheckpointError(f"{path} belongs to run {m.run!r}, this is run {run!r}", code="SR512")
-        if step is not None and m.step != step:
-            raise CheckpointError(f"{path} holds step {m.step}: it was renamed or copied over", code="SR512")
-        faults = size_faults(path, m) if check_sizes else []
+        manifest = parse_manifest(read_manifest(path), where=str(path / MANIFEST))
+        check_identity(manifest, str(path), run=run, step=step)
+        faults = size_faults(path, manifest) if check_sizes else []
         if faults:
             more = f"; {len(faults) - 1} more files are not right" if faults[1:] else ""
             raise CheckpointError(f"{path / faults[0][0]} {faults[0][1]}{more}", code="SR521")
+        self._set(manifest, (FolderCopy(path, manifest),), path)
+
+    @classmethod
+    def over(cls, manifest: Manifest, copies: Sequence[Copy], *, path: Path | None = None) -> Self:
+        """A step that is read from `copies`, each piece from the first one that has it.
+
+        path: of the step's folder, for people; nothing is read from it.
+        """
+        snapshot = cls.__new__(cls)
+        snapshot._set(manifest, tuple(copies), path or Path(step_name(manifest.step)))
+        return snapshot
+
+    def _set(self, manifest: Manifest, copies: tuple[Copy, ...], path: Path) -> None:
+        self.manifest, self.copies, self.path = manifest, copies, path
+        self.notes: list[Note] = []
 
     @property
     def record(self) -> dict:
@@ -75,26 +112,21 @@ class Snapshot:
 
         Raises CheckpointError naming tensor, piece and file; the ranges' contents are then undefined.
         """
-        reads: dict[int, _Read] = {}
-        late: list[tuple[NamedRange, torch.Tensor]] = []
-        for r in ranges:
-            r.check()
-            host = r.data if r.data.device.type == "cpu" else torch.empty_like(r.data, device="cpu")
-            if host is not r.data:
-                late.append((r, host))
-            self._plan_reads(r, host_bytes(host), reads)
-        self._run(reads)
-        for r, host in late:
-            r.data.copy_(host)
+        with on_host(ranges) as hosts:
+            reads: dict[int, PieceRead] = {}
+            for r, raw in zip(ranges, hosts, strict=True):
+                self.plan_reads(r, raw, reads)
+            self.run(reads)
 
     def read(self, name: str) -> torch.Tensor:
         """One whole tensor."""
-        entry = self.manifest.tensors[self._find(name)]
+        entry = self.manifest.tensors[self.find(name)]
         data = torch.empty(entry_volume(entry.shape), dtype=DTYPES[entry.dtype])
         self.read_into([NamedRange(tensor=name, shape=entry.shape, boxes=(whole(entry.shape),), data=data)])
         return data.reshape(entry.shape)
 
-    def _find(self, name: str) -> int:
+    def find(self, name: str) -> int:
+        """Index of a tensor, or of the one that holds the values of a tied name.  Raises CheckpointError."""
         index = self.manifest.tensor_index
         name = self.manifest.aliases.get(name, name)
         if name not in index:
@@ -107,104 +139,255 @@ class Snapshot:
             )
         return index[name]
 
-    def _plan_reads(self, r: NamedRange, raw: np.ndarray, reads: dict[int, _Read]) -> None:
-        t = self._find(r.tensor)
+    def find_like(self, name: str, dtype: str, shape: Sequence[int]) -> int:
+        """`find`, and the tensor must have this dtype (safetensors name) and shape."""
+        t = self.find(name)
         entry = self.manifest.tensors[t]
-        wanted = (dtype_name(r.data.dtype), tuple(r.shape))
-        if (entry.dtype, entry.shape) != wanted:
+        if (entry.dtype, entry.shape) != (dtype, tuple(shape)):
             raise CheckpointError(
-                f"{r.tensor} is {entry.dtype} {list(entry.shape)} in step {self.step}, "
-                f"the run wants {wanted[0]} {list(wanted[1])}",
+                f"{name} is {entry.dtype} {list(entry.shape)} in step {self.step}, "
+                f"the run wants {dtype} {list(shape)}",
                 code="SR524",
                 where=str(self.path),
                 try_="resume with the model and precision that were saved",
             )
-        item = ITEM_BYTES[entry.dtype]
-        memory, at = [], 0
-        for box in r.boxes:
-            size = box.volume * item
-            memory.append(raw[at : at + size].view(_RAW[item]).reshape(box.size))
-            at += size
+        return t
+
+    def holes(self, name: str, missing: Sequence[tuple[Box, int]]) -> CheckpointError:
+        """The error for wanted elements that are in no piece."""
+        box, count = missing[0]
+        return CheckpointError(
+            f"{name}{box}: {count} of {box.volume} elements are in no piece of step {self.step}",
+            code="SR522",
+            where=str(self.path),
+        )
+
+    def plan_reads(self, r: NamedRange, raw: np.ndarray, reads: dict[int, PieceRead]) -> None:
+        """Adds to `reads` what fills a range.
+
+        raw: the bytes of its data.  Raises CheckpointError when the step does not hold it.
+        """
+        t = self.find_like(r.tensor, dtype_name(r.data.dtype), r.shape)
         index, saved = self.manifest.boxes_of(t)
-        found, holes = overlaps(saved, r.boxes)
-        if holes:
-            box, missing = holes[0]
-            raise CheckpointError(
-                f"{r.tensor}{box}: {missing} of {box.volume} elements are in no piece of step {self.step}",
-                code="SR522",
-                where=str(self.path),
-            )
+        found, missing = overlaps(saved, r.boxes)
+        if missing:
+            raise self.holes(r.tensor, missing)
+        memory = box_memory(raw, r.boxes, ITEM_BYTES[self.manifest.tensors[t].dtype])
         for o in found:
             piece = int(index[o.saved])
             part = o.box.relative_to(self.manifest.box(piece))
             target = memory[o.wanted][(*o.box.relative_to(r.boxes[o.wanted]).slices, ...)]
-            reads.setdefault(piece, _Read()).parts.append((part, target))
+            reads.setdefault(piece, PieceRead()).parts.append((part, target))
 
-    def _run(self, reads: dict[int, _Read]) -> None:
-        p = self.manifest.pieces
-        order = sorted(reads, key=lambda i: (p.file[i], p.position[i]))
-        for f, batch in _batches(order, p.file, p.position, p.length):
-            path = self.path / self.manifest.files[f].name
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError as fault:
-                raise self.fault(batch[0], "the file is missing") from fault
-            except OSError as fault:
-                raise storage_error(fault, path) from fault
-            try:
-                self._read_batch(fd, path, batch, reads)
-            finally:
-                os.close(fd)
+    # ---- pieces
 
-    def _read_batch(self, fd: int, path: Path, batch: Sequence[int], reads: dict[int, _Read]) -> None:
+    def run(self, reads: dict[int, PieceRead]) -> None:
+        """Fills the memory of all reads, each piece from the first copy where it is good.
+
+        Raises:  CheckpointError or StorageError for the first piece that no copy has.
+        """
+        left = sorted(reads)
+        faults: dict[int, list[tuple[Copy, str, SiraraError]]] = {}
+        for n, copy in enumerate(self.copies):
+            if not left:
+                return
+            later = self.copies[n + 1 :]
+            placed = [(i, at) for i in left if (at := copy.locate(i)) is not None]
+            missed = set(left).difference(i for i, _ in placed)
+            for piece, key, fault in self._from_copy(copy, placed, reads):
+                faults.setdefault(piece, []).append((copy, key, fault))
+                if all(other.locate(piece) is None for other in later):
+                    raise self._lost(piece, faults[piece])
+                missed.add(piece)
+            for i, _ in placed:
+                if i in faults and i not in missed:
+                    self._note(i, faults[i], copy)
+            left = sorted(missed)
+        if left:
+            raise self._lost(left[0], faults.get(left[0], []))
+
+    def _from_copy(
+        self, copy: Copy, placed: Iterable[tuple[int, tuple[str, int]]], reads: dict[int, PieceRead]
+    ) -> Iterator[tuple[int, str, SiraraError]]:
+        """Reads pieces from one copy; yields those that are bad there, with key and reason."""
+        work = list(self._batches(copy, placed))
+        patience = _PATIENCE
+        read = partial(self._read_batch, copy, reads)
+        threads = min(_MOST_THREADS, torch.get_num_threads(), len(work))
+        pool = ThreadPoolExecutor(threads) if threads > 1 else None
+        try:
+            results = pool.map(read, work) if pool else map(read, work)
+            for done, (key, _, _) in enumerate(work):
+                bad = next(results)
+                yield from ((piece, key, fault) for piece, fault in bad)
+                patience -= any(not isinstance(fault, CheckpointError) for _, fault in bad)
+                if patience <= 0:
+                    gone = bad[0][1]
+                    yield from ((i, later, gone) for later, _, pieces in work[done + 1 :] for i in pieces)
+                    return
+        finally:
+            if pool:
+                pool.shutdown(cancel_futures=True)
+
+    def _batches(
+        self, copy: Copy, placed: Iterable[tuple[int, tuple[str, int]]]
+    ) -> Iterator[tuple[str, int, list[int]]]:
+        """Neighbours under one key, together at most the copy's batch: (key, position of the first, pieces)."""
+        length = self.manifest.pieces.length
+        in_order = sorted(placed, key=lambda pair: pair[1])
+        for key, run in groupby(in_order, key=lambda pair: pair[1][0]):
+            batch: list[int] = []
+            first = stop = 0
+            for i, (_, position) in run:
+                size = int(length[i])
+                full = stop - first + size > copy.batch_bytes or len(batch) >= BATCH_PIECES
+                if batch and (position != stop or full):
+                    yield key, first, batch
+                    batch = []
+                if not batch:
+                    first = position
+                batch.append(i)
+                stop = position + size
+            yield key, first, batch
+
+    def _read_batch(
+        self, copy: Copy, reads: dict[int, PieceRead], work: tuple[str, int, list[int]]
+    ) -> list[tuple[int, SiraraError]]:
+        """Reads neighbouring pieces, checks and scatters them; returns the bad ones."""
+        key, position, batch = work
         p = self.manifest.pieces
         buffers: list[np.ndarray] = []
         for i in batch:
             direct = self._direct(i, reads[i])
             buffers.append(np.empty(int(p.length[i]), np.uint8) if direct is None else direct)
         try:
-            read_at(fd, path, [b.data for b in buffers], int(p.position[batch[0]]))
-        except CheckpointError as fault:
-            raise self.fault(batch[0], "the file is truncated") from fault
-        for i, buffer in zip(batch, buffers, strict=True):
-            if xxhash.xxh3_128_digest(buffer.data) != p.hash(i):
-                raise self.fault(i, self._mismatch(path, buffer))
-            box = self.manifest.box(i)
-            item = ITEM_BYTES[self.manifest.tensors[int(p.tensor[i])].dtype]
-            block = buffer.view(_RAW[item]).reshape(box.size)
-            for part, target in reads[i].parts:
-                if not np.may_share_memory(target, buffer):
-                    target[...] = block[(*part.slices, ...)]
+            digests = self._filled(copy, key, position, buffers)
+        except _READ_FAULTS as fault:
+            if len(batch) > 1 and isinstance(fault, CheckpointError):
+                # One of them is beyond the end: piece by piece, to name it and to keep the others.
+                singles = []
+                for i in batch:
+                    singles.append((key, position, [i]))
+                    position += int(p.length[i])
+                return [bad for one in singles for bad in self._read_batch(copy, reads, one)]
+            return [(i, self._unreadable(i, copy, key, fault)) for i in batch]
+        bad: list[tuple[int, SiraraError]] = []
+        for i, buffer, digest in zip(batch, buffers, digests, strict=True):
+            if digest == p.hash(i):
+                self._scatter(i, buffer, reads[i])
+                continue
+            what = f"its bytes hash to {digest.hex()}"
+            suspicion = copy.suspicion(key)
+            bad.append((i, self.fault(i, f"{suspicion}; {what}" if suspicion else what, copy, key)))
+        return bad
 
-    def _direct(self, piece: int, read: _Read) -> np.ndarray | None:
+    def _filled(self, copy: Copy, key: str, position: int, buffers: Sequence[np.ndarray]) -> list[bytes]:
+        """Reads the buffers and returns their hashes."""
+        if len(buffers) > 1 or len(buffers[0]) <= copy.batch_bytes:
+            copy.read(key, [b.data for b in buffers], position)
+            return [xxhash.xxh3_128_digest(b.data) for b in buffers]
+        hasher, raw = xxhash.xxh3_128(), buffers[0].data
+        for at in range(0, len(raw), copy.batch_bytes):
+            part = raw[at : at + copy.batch_bytes]
+            copy.read(key, [part], position + at)
+            hasher.update(part)
+        return [hasher.digest()]
+
+    def _scatter(self, piece: int, buffer: np.ndarray, read: PieceRead) -> None:
+        item = ITEM_BYTES[self.manifest.tensors[int(self.manifest.pieces.tensor[piece])].dtype]
+        block = buffer.view(_RAW[item]).reshape(self.manifest.box(piece).size)
+        for part, target in read.parts:
+            if not np.may_share_memory(target, buffer):
+                target[...] = block[(*part.slices, ...)]
+
+    def _direct(self, piece: int, read: PieceRead) -> np.ndarray | None:
         """The caller's own memory as bytes, when it takes the whole piece in one stretch."""
         part, target = read.parts[0]
         if len(read.parts) > 1 or part.size != self.manifest.box(piece).size or not target.flags.c_contiguous:
             return None
         return target.reshape(-1).view(np.uint8)
 
-    def fault(self, piece: int, what: str) -> CheckpointError:
-        """The error for a bad piece: names tensor, box, file and place."""
-        p = self.manifest.pieces
-        name = self.manifest.tensors[int(p.tensor[piece])].name
-        file = self.manifest.files[int(p.file[piece])].name
+    # ---- what went wrong
+
+    def fault(self, piece: int, what: str, copy: Copy | None = None, key: str = "") -> CheckpointError:
+        """The error for a bad piece: names tensor, box, file and place.  Without `copy`: in the step folder."""
+        m, p = self.manifest, self.manifest.pieces
+        name = m.tensors[int(p.tensor[piece])].name
+        position = int(p.position[piece])
+        if copy is None:
+            key = m.files[int(p.file[piece])].name
+        elif (at := copy.locate(piece)) is not None:
+            position = at[1]
+        place = copy.place(key) if copy is not None else str(self.path / key)
         return CheckpointError(
-            f"{name}{self.manifest.box(piece)} in {file}: {what}",
+            f"{name}{m.box(piece)} in {key}: {what}",
             code="SR523",
-            where=f"{self.path / file}, bytes {p.position[piece]} to {p.position[piece] + p.length[piece]}",
+            where=f"{place}, bytes {position} to {position + p.length[piece]}",
             why=f"the manifest says xxh3-128 {p.hash(piece).hex()}",
             try_="resume falls back to the next older step by itself",
         )
 
-    def _mismatch(self, path: Path, buffer: np.ndarray) -> str:
-        found = f"its bytes hash to {xxhash.xxh3_128_hexdigest(buffer.data)}"
-        owner = file_owner(path)
-        if owner is not None and owner[0] != self.manifest.uuid:
-            return f"the file belongs to another save (step {owner[1]}, uuid {owner[0]}); {found}"
-        return found
+    def _unreadable(self, piece: int, copy: Copy, key: str, fault: SiraraError) -> SiraraError:
+        if not isinstance(fault, CheckpointError):
+            return fault
+        what = "the file is missing" if fault.what == "the file is missing" else "the file is truncated"
+        error = self.fault(piece, what if isinstance(copy, FolderCopy) else fault.what, copy, key)
+        error.__cause__ = fault
+        return error
+
+    def _lost(self, piece: int, faults: Sequence[tuple[Copy, str, SiraraError]]) -> SiraraError:
+        """The error for a piece that no copy has."""
+        if len(faults) == 1 and len(self.copies) == 1:
+            return faults[0][2]
+        tried = [f"{copy.name}: {fault.what}" for copy, _, fault in faults]
+        lacking = [copy.name for copy in self.copies if all(copy is not other for other, _, _ in faults)]
+        error = self.fault(piece, f"it is good in none of {len(self.copies)} copies")
+        error.why = "; ".join([*tried, *(f"{name}: does not hold it" for name in lacking), error.why])
+        return error
+
+    def _note(self, piece: int, faults: Sequence[tuple[Copy, str, SiraraError]], copy: Copy) -> None:
+        name = self.manifest.tensors[int(self.manifest.pieces.tensor[piece])].name
+        box = str(self.manifest.box(piece))
+        for bad, key, fault in faults:
+            what = fault.what.removeprefix(f"{name}{box} in {key}: ")
+            file = bad.place(key)
+            self.notes.append(Note(tensor=name, box=box, file=file, what=what, taken_from=copy.name))
 
 
-def _read_manifest(path: Path) -> bytes:
+@contextmanager
+def on_host(ranges: Sequence[NamedRange]) -> Iterator[list[np.ndarray]]:
+    """The bytes of ranges in host memory, to be filled; what lives on a device is copied there at the end."""
+    hosts: list[torch.Tensor] = []
+    for r in ranges:
+        r.check()
+        hosts.append(r.data if r.data.device.type == "cpu" else torch.empty_like(r.data, device="cpu"))
+    yield [host_bytes(host) for host in hosts]
+    for r, host in zip(ranges, hosts, strict=True):
+        if host is not r.data:
+            r.data.copy_(host)
+
+
+def box_memory(raw: np.ndarray, boxes: Sequence[Box], item: int) -> list[np.ndarray]:
+    """The bytes of boxes that lie end to end, as one array of unsigned integers per box."""
+    memory, at = [], 0
+    for box in boxes:
+        size = box.volume * item
+        memory.append(raw[at : at + size].view(_RAW[item]).reshape(box.size))
+        at += size
+    return memory
+
+
+def check_identity(manifest: Manifest, where: str, *, run: str | None, step: int | None) -> None:
+    """Raises CheckpointError when a manifest is not that of this run and step."""
+    if run is not None and manifest.run != run:
+        raise CheckpointError(f"{where} belongs to run {manifest.run!r}, this is run {run!r}", code="SR512")
+    if step is not None and manifest.step != step:
+        raise CheckpointError(
+            f"{where} holds step {manifest.step}: it was renamed or copied over", code="SR512"
+        )
+
+
+def read_manifest(path: Path) -> bytes:
     try:
         return (path / MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError) as fault:
@@ -236,32 +419,3 @@ def size_faults(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
             word = "truncated" if size < f.size else "too long"
             faults.append((f.name, f"is {word}: {size} bytes, the manifest says {f.size}"))
     return faults
-
-
-def file_owner(path: Path) -> tuple[str, int] | None:
-    """(uuid, step) of the save that wrote a safetensors file, from its header; None when it does not say."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            head = json.loads(file.read(min(length, 100_000_000)))
-        return head["__metadata__"]["sirara.uuid"], int(head["__metadata__"]["sirara.step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _batches(
-    order: Sequence[int], file: np.ndarray, position: np.ndarray, length: np.ndarray
-) -> Iterator[tuple[int, list[int]]]:
-    """Neighbours in one file, together at most BATCH_BYTES."""
-    batch: list[int] = []
-    stop = total = 0
-    for i in order:
-        apart = batch and (file[i] != file[batch[0]] or position[i] != stop)
-        if batch and (apart or total + length[i] > BATCH_BYTES or len(batch) >= BATCH_PIECES):
-            yield int(file[batch[0]]), batch
-            batch, total = [], 0
-        batch.append(i)
-        stop = position[i] + length[i]
-        total += length[i]
-    if batch:
-        yield int(file[batch[0]]), batch

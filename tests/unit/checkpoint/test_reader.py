@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from sirara.checkpoint import reader
+from sirara.checkpoint import copies
 from sirara.checkpoint.ranges import NamedRange
 from sirara.checkpoint.reader import Snapshot
 from sirara.errors import CheckpointError, InvariantError
@@ -146,20 +146,20 @@ def test_neighbouring_pieces_are_read_together_and_whole_ones_without_a_copy(tmp
         calls.append([np.frombuffer(b, np.uint8).ctypes.data for b in buffers])
         read_at(fd, path, buffers, position)
 
-    read_at = reader.read_at
-    monkeypatch.setattr(reader, "read_at", counted)
+    read_at = copies.read_at
+    monkeypatch.setattr(copies, "read_at", counted)
     ranges = ranges_of(state, even(state, 1), 0, filled=False)
     snapshot = manager(tmp_path).open(5)
     snapshot.read_into(ranges)
     assert len(calls) == 2  # one per file
     whole_pieces = [
-        r.data.data_ptr() for r in ranges if len(snapshot.manifest.pieces_of(snapshot._find(r.tensor))) == 1
+        r.data.data_ptr() for r in ranges if len(snapshot.manifest.pieces_of(snapshot.find(r.tensor))) == 1
     ]
     assert whole_pieces and set(whole_pieces) <= {address for call in calls for address in call}
 
 
 def test_large_pieces_are_cut_and_many_batches_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "BATCH_BYTES", 64)
+    monkeypatch.setattr(copies.FolderCopy, "batch_bytes", 64)
     state = small_state()
     save(tmp_path, 5, state, even(state, 2))
     assert differing(state, load(manager(tmp_path).open(5), state, even(state, 3))) == []

@@ -1,0 +1,102 @@
+"""Copies: the places where the pieces of one save can be read.
+
+    Snapshot(manifest, copies)      for every piece the first copy that holds it; after a fault the next one
+
+A copy only moves bytes: which bytes are right, the manifest's hashes say, whatever the copy.  No torch here.
+"""
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+from sirara.checkpoint.storage import read_at, storage_error
+from sirara.errors import CheckpointError
+from sirara.pure.manifest import Manifest
+
+HOT_BYTES = 2 << 20
+"""Read and hashed at a time from a disk: what was read is still in the core's cache when it is hashed."""
+
+FAR_BYTES = 32 << 20
+"""Asked at a time of another machine: one answer costs a round trip."""
+
+
+class Copy(ABC):
+    """One place where pieces of a save can be read, from any thread.
+
+    name: as people call it: "memory", "peer on node 3", "disk", "object".  batch_bytes: how much is asked at a time.
+    """
+
+    name: str
+    batch_bytes: int = FAR_BYTES
+
+    @abstractmethod
+    def locate(self, piece: int) -> tuple[str, int] | None:
+        """(key, first byte there) of a piece, by its index in the manifest; None when this copy lacks it.
+
+        Pieces with one key that follow each other are read together.
+        """
+
+    @abstractmethod
+    def read(self, key: str, buffers: Sequence[memoryview], position: int) -> None:
+        """Fills the buffers, one after the other, with the bytes from `position` on.
+
+        Raises:  CheckpointError when there are fewer bytes or none, StorageError or CommError when the place
+                 cannot be read.
+        """
+
+    def place(self, key: str) -> str:
+        """Where `key` is, for an error."""
+        return f"{self.name}: {key}"
+
+    def suspicion(self, key: str) -> str:
+        """Why the bytes under `key` may be wrong, when the place itself tells; otherwise empty."""
+        return ""
+
+
+class FolderCopy(Copy):
+    """A step folder: the files that the manifest names."""
+
+    batch_bytes = HOT_BYTES
+
+    def __init__(self, path: Path, manifest: Manifest, *, name: str = "disk") -> None:
+        self.path, self.name = path, name
+        self._manifest = manifest
+
+    def locate(self, piece: int) -> tuple[str, int] | None:
+        p = self._manifest.pieces
+        return self._manifest.files[int(p.file[piece])].name, int(p.position[piece])
+
+    def read(self, key: str, buffers: Sequence[memoryview], position: int) -> None:
+        path = self.path / key
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as fault:
+            raise CheckpointError("the file is missing", code="SR521", where=str(path)) from fault
+        except OSError as fault:
+            raise storage_error(fault, path) from fault
+        try:
+            read_at(fd, path, buffers, position)
+        finally:
+            os.close(fd)
+
+    def place(self, key: str) -> str:
+        return str(self.path / key)
+
+    def suspicion(self, key: str) -> str:
+        owner = file_owner(self.path / key)
+        if owner is None or owner[0] == self._manifest.uuid:
+            return ""
+        return f"the file belongs to another save (step {owner[1]}, uuid {owner[0]})"
+
+
+def file_owner(path: Path) -> tuple[str, int] | None:
+    """(uuid, step) of the save that wrote a safetensors file, from its header; None when it does not say."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            head = json.loads(file.read(min(length, 100_000_000)))
+        return head["__metadata__"]["sirara.uuid"], int(head["__metadata__"]["sirara.step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
