@@ -1,0 +1,552 @@
+"""Generations: saves as a node's own tiers keep them, in shared memory or on the node's disk.
+
+    <root>/<run>/gen-000001200-<uuid>/
+        image-7        the image of rank 7, or
+        arena-7        where it lies: the path of an arena that still holds this save
+        rank-7.json    its description, written last: without it there is no image
+        parity-0.1-4-0, parity-0.1-4-0.json    a block of parity and its description, also written last
+        manifest.json  the commit: a copy of the manifest of this save
+
+What is newest is decided by attempt, then step: the order in which saves were committed, also when a run went
+back to an older step. Of each image and each block the newest `keep` committed ones stay; what was never
+committed goes when something newer is. No torch here.
+"""
+
+import json
+import mmap
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from sirara.checkpoint.image import BLOCK, Image
+from sirara.checkpoint.storage import Disk, names_in, read_at, read_file, storage_error
+from sirara.errors import CheckpointError, StorageError
+from sirara.pure.manifest import HASH_BYTES, MANIFEST, parse_manifest
+
+CHUNK_BYTES = 4 << 20  # what is sent, encoded and hashed at once
+Kind = Literal["arena", "image", "parity"]
+
+_FOLDER = re.compile(r"gen-(\d{9,})-([0-9a-f]{8}-[0-9a-f-]{27})")
+_ITEM = re.compile(r"(rank-(\d+)|parity-([0-9.]+-\d+-\d+))\.json")
+_CHECK = b'\n,"check":"'
+PARITY_FORMAT = "sirara-parity"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """One thing that a node keeps of a save.
+
+    kind: an image in an arena, in a file of its own, or a block of parity.  tier: "memory" or "disk", where it lies.
+    rank, world, node: of the image, node being the one where it was staged; -1, 0, -1 for parity.
+    block, covers: name of the block of parity and the ranks whose images it helps to rebuild.
+    """
+
+    kind: Kind
+    tier: str
+    step: int
+    uuid: str
+    attempt: int
+    committed: bool
+    size: int
+    rank: int = -1
+    world: int = 0
+    node: int = -1
+    block: str = ""
+    covers: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> "Held":
+        return Held(**{**fields, "covers": tuple(fields["covers"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A node's part in a stripe of parity: the image of one rank, cut into k blocks of `block` bytes (the last ones
+    are short or empty); `image` is the description of the image."""
+
+    rank: int
+    block: int
+    image: Image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityBlock:
+    """Description of one block of parity: row `row` of stripe `stripe` of a group of k + m nodes.
+
+    members: column j of the stripe is block j of the image of members[j].  size: of the longest block; shorter ones
+    count as filled up with zeros.  hashes: xxh3-128 of each CHUNK_BYTES of the parity, 16 bytes each.
+    """
+
+    uuid: str
+    run: str
+    attempt: int
+    step: int
+    group: str
+    stripe: int
+    row: int
+    k: int
+    m: int
+    size: int
+    members: tuple[Member, ...]
+    hashes: bytes
+
+    @property
+    def name(self) -> str:
+        return f"{self.group}-{self.stripe}-{self.row}"
+
+    def hash(self, chunk: int) -> bytes:
+        return self.hashes[HASH_BYTES * chunk : HASH_BYTES * (chunk + 1)]
+
+    def to_bytes(self) -> bytes:
+        fields: dict[str, Any] = {
+            "format": PARITY_FORMAT,
+            "uuid": self.uuid,
+            "run": self.run,
+            "attempt": self.attempt,
+            "step": self.step,
+            "group": self.group,
+            "stripe": self.stripe,
+            "row": self.row,
+            "k": self.k,
+            "m": self.m,
+            "size": self.size,
+            "members": [
+                {"rank": m.rank, "block": m.block, "image": m.image.to_bytes().decode()} for m in self.members
+            ],
+            "hash": self.hashes.hex(),
+        }
+        body = json.dumps(fields, separators=(",", ":"))[:-1].encode()
+        return body + _CHECK + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
+
+    @staticmethod
+    def from_bytes(raw: bytes, *, where: str) -> "ParityBlock":
+        """Raises CheckpointError naming `where` when the bytes are not what was written."""
+        body, _, check = raw.rpartition(_CHECK)
+        if not body or check.strip() != f'{xxhash.xxh3_128_hexdigest(body)}"}}'.encode():
+            raise CheckpointError(f"{where} is torn or damaged", code="SR550")
+        try:
+            f = json.loads(body + b"}")
+            if f["format"] != PARITY_FORMAT:
+                raise CheckpointError(f"{where} is in format {f['format']!r}", code="SR511")
+            names = ("uuid", "run", "attempt", "step", "group", "stripe", "row", "k", "m", "size")
+            return ParityBlock(
+                **{name: f[name] for name in names},
+                members=tuple(
+                    Member(
+                        rank=m["rank"],
+                        block=m["block"],
+                        image=Image.from_bytes(m["image"].encode(), where=where),
+                    )
+                    for m in f["members"]
+                ),
+                hashes=bytes.fromhex(f["hash"]),
+            )
+        except (KeyError, TypeError, ValueError) as fault:
+            raise CheckpointError(f"{where} lacks fields: {fault!r}", code="SR511") from fault
+
+
+class Slot:
+    """A file of a generation that is being filled; `data` is its memory. It is there for readers after `keep()`."""
+
+    def __init__(self, store: "GenerationStore", path: Path, size: int) -> None:
+        self._store, self.path, self.size = store, path, size
+        self._part = path.with_name(path.name + ".part")
+        self._file = store.disk.open(self._part, size=size)
+        self._map: mmap.mmap | None = None
+        self._open = True
+        try:
+            _allocate(self._file, self._part, 0, size)
+            self._map = mmap.mmap(self._file, size) if size else None
+        except (OSError, StorageError):
+            self.discard()
+            raise
+        self.data = memoryview(self._map) if self._map is not None else memoryview(bytearray())
+
+    def grow(self, size: int) -> None:
+        """At least `size` bytes, new ones zero; nobody may hold a view of `data` meanwhile."""
+        if size <= self.size:
+            return
+        _allocate(self._file, self._part, self.size, size - self.size)
+        self.data.release()
+        if self._map is not None:
+            self._map.close()
+        self._map = mmap.mmap(self._file, size)
+        self.data, self.size = memoryview(self._map), size
+
+    def keep(self, description: Path, raw: bytes) -> None:
+        """Gives the file its name, then writes its description."""
+        disk = self._store.disk
+        if self._store.durable:
+            disk.fsync(self._file, self._part)
+        self._close()
+        disk.rename(self._part, self.path)
+        self._store.write_description(description, raw)
+
+    def discard(self) -> None:
+        """Removes the file; a second call, or one after keep(), does nothing."""
+        if self._open:
+            self._close()
+            self._part.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if self._open:
+            self._open = False
+            if self._map is not None:
+                self.data.release()
+                self._map.close()
+            os.close(self._file)
+
+
+class GenerationStore:
+    """The generations of one run under one root on this node.
+
+    Args:  root: in shared memory, or a folder of the node's disk.  durable: fsync everything (a disk).
+           keep: committed generations of each image and block that stay.
+    All keepers of the node, and readers, use the same folder at the same time: every file has one writer.
+    """
+
+    def __init__(
+        self, root: Path, run: str, *, durable: bool = False, disk: Disk | None = None, keep: int = 2
+    ) -> None:
+        self.root, self.run, self.durable, self.keep = root, run, durable, max(1, keep)
+        self.disk = disk or Disk()
+        self.folder = root / run
+        self.tier = "disk" if durable else "memory"
+        self._committed: dict[tuple[str, int, int], bool] = {}
+
+    # ---- writing
+
+    def put_image(self, image: Image, data: memoryview) -> None:
+        """Keeps a copy of a rank's image. Raises StorageError (no space, I/O)."""
+        slot = self.new_image(image)
+        try:
+            slot.data[:] = data[: image.size]
+            self.keep_image(image, slot)
+        finally:
+            slot.discard()
+
+    def new_image(self, image: Image) -> Slot:
+        """Memory of a file for the image, to be filled and given to `keep_image`. Makes room: see `trim`."""
+        self._check_run(image.run, f"the image of rank {image.rank}")
+        self.trim(f"rank-{image.rank}", starting=(image.step, image.uuid))
+        return Slot(self, self._folder(image.step, image.uuid, make=True) / f"image-{image.rank}", image.size)
+
+    def keep_image(self, image: Image, slot: Slot) -> None:
+        slot.keep(slot.path.with_name(f"rank-{image.rank}.json"), image.to_bytes())
+
+    def note_arena(self, image: Image, arena: Path) -> None:
+        """The image lies in an arena of this node; it is held until the arena is used for another save."""
+        self._check_run(image.run, f"the image of rank {image.rank}")
+        self.trim(f"rank-{image.rank}", starting=(image.step, image.uuid))
+        folder = self._folder(image.step, image.uuid, make=True)
+        self.disk.write_file(folder / f"arena-{image.rank}", str(arena).encode())
+        self.write_description(folder / f"rank-{image.rank}.json", image.to_bytes())
+
+    def new_parity(self, step: int, uuid: str, name: str, size: int) -> Slot:
+        """Zeros, to which blocks are added."""
+        self.trim(f"parity-{name}", starting=(step, uuid))
+        return Slot(self, self._folder(step, uuid, make=True) / f"parity-{name}", size)
+
+    def keep_parity(self, block: ParityBlock, slot: Slot) -> None:
+        slot.keep(slot.path.with_name(f"parity-{block.name}.json"), block.to_bytes())
+
+    def put_manifest(self, step: int, uuid: str, raw: bytes) -> bool:
+        """Commits a generation and drops what is not needed any more; False when nothing of it is held here."""
+        manifest = parse_manifest(raw, where=f"the manifest of step {step}")
+        if (manifest.step, manifest.uuid, manifest.run) != (step, uuid, self.run):
+            raise CheckpointError(
+                f"the manifest is of step {manifest.step} ({manifest.uuid}) of run {manifest.run!r}, "
+                f"not of step {step} ({uuid}) of run {self.run!r}",
+                code="SR512",
+            )
+        folder = self._folder(step, uuid)
+        if not folder.exists():
+            return False
+        self.disk.write_file(folder / MANIFEST, raw)
+        if self.durable:
+            self.disk.sync_folder(folder)
+        self.trim()
+        return True
+
+    def write_description(self, path: Path, raw: bytes) -> None:
+        self.disk.write_file(path, raw)
+        if self.durable:
+            self.disk.sync_folder(path.parent)
+
+    def drop(self, step: int, uuid: str) -> None:
+        """Everything of one generation, its manifest first."""
+        folder = self._folder(step, uuid)
+        if folder.exists():
+            self.disk.remove(folder / MANIFEST)
+            self.disk.remove_tree(folder)
+
+    def trim(self, only: str | None = None, *, starting: tuple[int, str] | None = None) -> None:
+        """Drops what newer committed generations replace.
+
+        Args:  only: of this item ("rank-7", "parity-0.1-4-0"); None: of all.
+               starting: (step, uuid) of a save that is about to be written: it counts as one of the kept, so that at
+               rest and during a save no more than `keep` of each item are held. The last committed one always stays.
+        """
+        generations = sorted(self._generations(), key=lambda g: (_attempt(g[1]), g[0]), reverse=True)
+        keep = max(1, self.keep - 1) if starting is not None else self.keep
+        committed: dict[str, int] = {}
+        pending: set[str] = set()
+        for step, uuid, folder in generations:
+            if (step, uuid) == starting:
+                continue
+            commit = self._is_committed(folder, step, uuid)
+            names = names_in(folder) if folder.exists() else set()
+            items = {name.removesuffix(".part").removesuffix(".json") for name in names}
+            items = {_item(name) for name in items if _item(name)}
+            for item in items if only is None else items & {only}:
+                if commit:
+                    committed[item] = committed.get(item, 0) + 1
+                    gone = committed[item] > keep
+                else:
+                    # Not committed here: in progress, or committed where the news did not arrive from. One may stay.
+                    gone = item in committed or (starting is not None and item in pending)
+                    pending.add(item)
+                if gone:
+                    self._remove_item(folder, item, names)
+            self._remove_if_empty(folder)
+
+    def _remove_item(self, folder: Path, item: str, names: set[str]) -> None:
+        # The description first: without it the rest is nothing.
+        self.disk.remove(folder / f"{item}.json")
+        for name in names:
+            if name != f"{item}.json" and _item(name.removesuffix(".part").removesuffix(".json")) == item:
+                self.disk.remove(folder / name)
+
+    def _remove_if_empty(self, folder: Path) -> None:
+        if folder.exists() and names_in(folder) <= {MANIFEST}:
+            self.disk.remove_tree(folder)
+
+    # ---- reading
+
+    def inventory(self) -> list[Held]:
+        """What can be read here, newest first; what cannot is left out and named by `faults`."""
+        return [found for found in self._scan() if isinstance(found, Held)]
+
+    def faults(self) -> list[str]:
+        """One sentence for everything that is here and cannot be used: torn, damaged, overwritten, foreign."""
+        return [found for found in self._scan() if isinstance(found, str)]
+
+    def _scan(self) -> Iterator[Held | str]:
+        generations = sorted(self._generations(), key=lambda g: (_attempt(g[1]), g[0]), reverse=True)
+        for step, uuid, folder in generations:
+            committed = self._is_committed(folder, step, uuid)
+            try:
+                names = names_in(folder)
+            except StorageError:
+                continue  # dropped meanwhile
+            if MANIFEST in names and not committed:
+                yield f"{folder / MANIFEST} is torn, damaged or of another save"
+            described = set()
+            for name in sorted(names):
+                found = _ITEM.fullmatch(name)
+                if found is None:
+                    continue
+                described.add(found[1])
+                try:
+                    yield self._held(step, uuid, committed, found)
+                except (CheckpointError, StorageError) as fault:
+                    yield fault.what + (f" ({fault.why})" if fault.why else "")
+            for item in sorted({_item(n.removesuffix(".part")) for n in names} - described - {""}):
+                yield f"{folder / item} is torn: it was never completed"
+
+    def _held(self, step: int, uuid: str, committed: bool, found: "re.Match[str]") -> Held:
+        at = {
+            "tier": self.tier,
+            "step": step,
+            "uuid": uuid,
+            "attempt": _attempt(uuid),
+            "committed": committed,
+        }
+        if found[2] is None:
+            block = self.parity(step, uuid, found[3])
+            path = self._folder(step, uuid) / f"parity-{found[3]}"
+            _require_size(path, block.size)
+            covers = tuple(m.rank for m in block.members)
+            return Held(kind="parity", size=block.size, block=block.name, covers=covers, **at)
+        image = self.image(step, uuid, int(found[2]))
+        kind = self._where(image)[0]
+        return Held(kind=kind, size=image.size, rank=image.rank, world=image.world, node=image.node, **at)
+
+    def manifest(self, step: int, uuid: str) -> bytes | None:
+        """The commit of a generation; None when it has none here."""
+        folder = self._folder(step, uuid)
+        return read_file(folder / MANIFEST) if self._is_committed(folder, step, uuid) else None
+
+    def image(self, step: int, uuid: str, rank: int) -> Image:
+        """Description of an image. Raises CheckpointError when it is torn, of another save or of another run."""
+        path = self._folder(step, uuid) / f"rank-{rank}.json"
+        image = Image.from_bytes(_read_present(path), where=str(path))
+        self._check_own(path, image.run, image.step, image.uuid, step, uuid)
+        if image.rank != rank:
+            raise CheckpointError(f"{path} describes the image of rank {image.rank}", code="SR512")
+        return image
+
+    def parity(self, step: int, uuid: str, name: str) -> ParityBlock:
+        """Description of a block of parity, with the same errors as `image`."""
+        path = self._folder(step, uuid) / f"parity-{name}.json"
+        block = ParityBlock.from_bytes(_read_present(path), where=str(path))
+        self._check_own(path, block.run, block.step, block.uuid, step, uuid)
+        if block.name != name:
+            raise CheckpointError(f"{path} describes block {block.name}", code="SR512")
+        return block
+
+    def read(self, step: int, uuid: str, rank: int, buffers: Sequence[memoryview], position: int) -> None:
+        """Fills the buffers from an image. The bytes are not checked: the caller has the hashes of the pieces.
+
+        Raises CheckpointError when the image is not here, truncated or overwritten by another save.
+        """
+        self._read(self.image(step, uuid, rank), buffers, position)
+
+    def read_parity(self, block: ParityBlock, chunk: int, buffer: memoryview) -> None:
+        """Fills the buffer with one chunk of parity. Raises CheckpointError when its hash is wrong."""
+        path = self._folder(block.step, block.uuid) / f"parity-{block.name}"
+        _read_file_at(path, [buffer], chunk * CHUNK_BYTES)
+        if xxhash.xxh3_128_digest(buffer) != block.hash(chunk):
+            raise CheckpointError(
+                f"block {block.name} of the parity of step {block.step} is damaged",
+                code="SR550",
+                where=str(path),
+                why=f"bytes {chunk * CHUNK_BYTES} to {chunk * CHUNK_BYTES + len(buffer)} do not match their hash",
+            )
+
+    def bad_pieces(self, step: int, uuid: str, rank: int) -> list[int]:
+        """Places (in the image's columns) of the pieces that do not match their hash; every byte is read."""
+        image = self.image(step, uuid, rank)
+        bad = []
+        buffer = memoryview(bytearray(int(image.length.max(initial=0))))
+        for n, (at, size) in enumerate(zip(image.position.tolist(), image.length.tolist(), strict=True)):
+            self._read(image, [buffer[:size]], at)
+            if xxhash.xxh3_128_digest(buffer[:size]) != image.hash(n):
+                bad.append(n)
+        return bad
+
+    def _read(self, image: Image, buffers: Sequence[memoryview], position: int) -> None:
+        kind, path = self._where(image)
+        if position + sum(map(len, buffers)) > image.size:
+            raise CheckpointError(
+                f"{path} has {image.size} bytes of rank {image.rank}, bytes up to "
+                f"{position + sum(map(len, buffers))} are asked",
+                code="SR521",
+            )
+        _read_file_at(path, buffers, position + (BLOCK if kind == "arena" else 0))
+        if kind == "arena":
+            _require_arena(path, image)  # it may have been taken for the next save meanwhile
+
+    def _where(self, image: Image) -> tuple[Kind, Path]:
+        """The file that holds an image; an arena only while it holds this very save."""
+        folder = self._folder(image.step, image.uuid)
+        path = folder / f"image-{image.rank}"
+        if path.exists():
+            _require_size(path, image.size)
+            return "image", path
+        arena = Path(_read_present(folder / f"arena-{image.rank}").decode())
+        _require_arena(arena, image)
+        return "arena", arena
+
+    def _check_own(self, path: Path, run: str, step: int, uuid: str, want_step: int, want_uuid: str) -> None:
+        self._check_run(run, str(path))
+        if (step, uuid) != (want_step, want_uuid):
+            raise CheckpointError(f"{path} belongs to another save (step {step}, uuid {uuid})", code="SR512")
+
+    def _check_run(self, run: str, what: str) -> None:
+        if run != self.run:
+            raise CheckpointError(f"{what} belongs to run {run!r}, this is run {self.run!r}", code="SR512")
+
+    def _is_committed(self, folder: Path, step: int, uuid: str) -> bool:
+        """True when the manifest of this very save is there, whole. A manifest never changes, so one look is enough."""
+        path = folder / MANIFEST
+        try:
+            found = path.stat()
+        except OSError:
+            return False
+        key = (str(path), found.st_size, found.st_mtime_ns)
+        if key not in self._committed:
+            try:
+                m = parse_manifest(read_file(path), where=str(path))
+                self._committed[key] = (m.step, m.uuid, m.run) == (step, uuid, self.run)
+            except (CheckpointError, StorageError):
+                self._committed[key] = False
+        return self._committed[key]
+
+    def _folder(self, step: int, uuid: str, *, make: bool = False) -> Path:
+        folder = self.folder / f"gen-{step:09d}-{uuid}"
+        if make and not folder.exists():
+            self.disk.make_folder(folder)
+            if self.durable:
+                self.disk.sync_folder(self.folder)
+        return folder
+
+    def _generations(self) -> list[tuple[int, str, Path]]:
+        names = names_in(self.folder) if self.folder.exists() else set()
+        matches = ((name, _FOLDER.fullmatch(name)) for name in names)
+        return [(int(found[1]), found[2], self.folder / name) for name, found in matches if found]
+
+
+def _attempt(uuid: str) -> int:
+    return int(uuid[:8], 16)
+
+
+def _item(name: str) -> str:
+    """The item that a file belongs to: rank-7 for image-7 and arena-7; "" for other files."""
+    kind, _, rest = name.partition("-")
+    if kind in ("image", "arena", "rank"):
+        return f"rank-{rest}" if rest.isdigit() else ""
+    return name if kind == "parity" else ""
+
+
+def _allocate(fd: int, path: Path, position: int, size: int) -> None:
+    # Without this a full shared memory would end the process at the first touch of a page.
+    if size:
+        try:
+            os.posix_fallocate(fd, position, size)
+        except OSError as fault:
+            raise storage_error(fault, path, asked=size) from fault
+
+
+def _read_present(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as fault:
+        raise CheckpointError(f"{path} is missing", code="SR521") from fault
+    except OSError as fault:
+        raise storage_error(fault, path) from fault
+
+
+def _require_size(path: Path, size: int) -> None:
+    try:
+        found = path.stat().st_size
+    except OSError as fault:
+        raise CheckpointError(f"{path} is missing", code="SR521") from fault
+    if found != size:
+        raise CheckpointError(f"{path} has {found} bytes, {size} were written", code="SR521")
+
+
+def _read_file_at(path: Path, buffers: Sequence[memoryview], position: int) -> None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as fault:
+        raise CheckpointError(f"{path} is missing", code="SR521") from fault
+    except OSError as fault:
+        raise storage_error(fault, path) from fault
+    try:
+        read_at(fd, path, buffers, position)
+    finally:
+        os.close(fd)
+
+
+def _require_arena(path: Path, image: Image) -> None:
+    """Raises CheckpointError unless the arena holds this very save, complete."""
+    raise CheckpointError(f"{path} holds another save than {image.uuid} of step {image.step}", code="SR512")
