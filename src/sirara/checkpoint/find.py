@@ -52,6 +52,19 @@ def find(target: str) -> Found:
     return Found(folder=folder, steps=tuple(committed_steps(folder)))
 
 
+def step_folder(target: str, step: int | None = None) -> Path:
+    """The folder of one step: of `target` (see `find`), or of "target@N"; the newest step when none is named.
+
+    Raises:  ConfigError or CheckpointError when there is none.
+    """
+    name, at, number = target.rpartition("@")
+    if at and number.isdigit() and not Path(target).exists():
+        if step is not None:
+            raise ConfigError(f"{target} names a step already; leave out --step {step}")
+        return find(name).path(int(number))
+    return find(target).path(step)
+
+
 def _folder(path: Path) -> Path | None:
     """The folder of steps that a path means, when it is one or holds one."""
     if (path / "checkpoints").is_dir():
