@@ -105,7 +105,7 @@ class TrainState:
             if self.mesh.coordinate("tp") % flat.group.copies == 0:
                 for piece, suffix, data in self._parts(flat):
                     total += digest_boxes(piece.tensor.name + suffix, piece.tensor.shape, piece.boxes, data)
-        return Digest.from_rows(self.stage.comms.world.gather_rows("state digest", self._word(total)))
+        return Digest.from_rows(self.stage.comms.world.gather_rows("state digest", self._word(total)).tolist())
 
     def check_replicas(self) -> None:
         """Compares what several ranks hold alike: over dp, over tp copies, and tied weights over stages.
@@ -256,7 +256,7 @@ class TrainState:
         return kinds
 
     def _word(self, digest: Digest) -> Tensor:
-        return digest.as_int64().to(self.zero.device)
+        return torch.tensor(digest.signed(), dtype=torch.int64, device=self.zero.device)
 
 
 def _copies(ranks: Sequence[int], place: int, copies: int) -> Sequence[int]:

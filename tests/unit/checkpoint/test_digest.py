@@ -76,5 +76,5 @@ def test_negative_zero_is_not_zero() -> None:
 
 def test_ranks_add_up_through_signed_words_and_text() -> None:
     a, b = digest_slice("a", 0, sample(99, torch.float32)), digest_slice("b", 0, sample(98, torch.float32))
-    assert Digest.from_rows(torch.stack([a.as_int64(), b.as_int64()])) == a + b
+    assert Digest.from_rows([a.signed(), b.signed()]) == a + b
     assert Digest.parse(str(a)) == a
