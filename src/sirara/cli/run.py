@@ -154,7 +154,10 @@ def _alone(job: _Job, run: RunFolder, workers: Workers) -> Result:
     # Before torch is imported; a launcher's batch script may have left other values here.
     os.environ.update({**workers.environment(), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
     attempt = job.begin(run, workers.threads)
-    seat = Seat(run=run, attempt=attempt, hang_timeout_s=job.loaded.config.launch.hang_timeout)
+    launch = job.loaded.config.launch
+    seat = Seat(
+        run=run, attempt=attempt, hang_timeout_s=launch.hang_timeout, stop_grace_s=launch.stop_grace
+    )
     return train_here(seat, resume=run.resumes())
 
 
@@ -225,6 +228,7 @@ def _work_for(launcher: Launcher, job: _Job) -> None:
             world=launcher.world,
             agent=os.getppid(),
             hang_timeout_s=job.loaded.config.launch.hang_timeout,
+            stop_grace_s=job.loaded.config.launch.stop_grace,
         )
         result = train_here(seat, resume=agreed.resume)
     except Exception as error:  # noqa: BLE001 - told here, because the process ends here

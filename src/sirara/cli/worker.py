@@ -25,6 +25,7 @@ from sirara.launch.worker import Outcome, Result, Seat, work
 def worker(run_path: str, attempt: int, agent: int, resume: bool) -> None:
     """Train as one rank of an attempt; RANK and WORLD_SIZE say which."""
     run = RunFolder(run_path)
+    launch = load(attempt_config(run, attempt)).config.launch
     seat = Seat(
         run=run,
         attempt=attempt,
@@ -32,7 +33,8 @@ def worker(run_path: str, attempt: int, agent: int, resume: bool) -> None:
         world=int(os.environ["WORLD_SIZE"]),
         agent=agent,
         supervised=True,
-        hang_timeout_s=load(attempt_config(run, attempt)).config.launch.hang_timeout,
+        hang_timeout_s=launch.hang_timeout,
+        stop_grace_s=launch.stop_grace,
     )
     try:
         train_here(seat, resume=resume)

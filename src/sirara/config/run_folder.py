@@ -257,7 +257,7 @@ class RunFolder:
         first = self._lock_fd < 0
         if first:
             self._take_lock(wait_s)
-            for request in ("save", "stop"):  # what was asked of an older life
+            for request in ("save", "stop", "deadline"):  # what was said to an older life
                 (self.control / request).unlink(missing_ok=True)
         number = self._raise_attempt()
         old = [process for n in range(1, number) for process in self.processes(n)]

@@ -5,6 +5,7 @@ combines the answers of all ranks, so one signal to one rank stops them all at t
 
     SIGTERM SIGINT SIGHUP, control/stop    "stop": save, then leave
     SIGUSR1, control/save                  "save"
+    SIRARA_DEADLINE, control/deadline      epoch seconds: when the machine will be taken away
     SIGUSR2                                stacks of all threads at once, even out of a blocked call
     (faulthandler) a second SIGTERM or SIGINT             dies at once (without an agent; an agent decides for
     its workers)
@@ -16,10 +17,11 @@ A worker whose agent is gone must not go on beside the run that is resumed in it
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 
 from sirara.config.run_folder import RunFolder
@@ -32,6 +34,7 @@ HANDLED_SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL, DUMP_SIGNAL)
 # Schedulers signal every process of a job and agents pass signals on: both copies are one wish.
 SECOND_AFTER_S = 1.0
 FENCE_EVERY_S = 2.0
+DEADLINE = "SIRARA_DEADLINE"
 ORPHAN_EXIT = 128 + signal.SIGKILL
 PR_SET_PDEATHSIG = 1
 
@@ -47,6 +50,8 @@ class Requests:
              agent: pid of the agent that started this worker, None if it has none.
              supervised: the agent is ours.  Another one that signals before the first step ends a broken
              start. leave: ends the process when the agent is gone.
+             stop_grace_s: how long after a stop signal the process is killed.
+             wall: epoch seconds.  env: where SIRARA_DEADLINE may stand.
     """
 
     def __init__(
@@ -59,6 +64,9 @@ class Requests:
         supervised: bool = False,
         clock: Callable[[], float] = time.monotonic,
         leave: Callable[[int], object] = os._exit,
+        stop_grace_s: float | None = None,
+        wall: Callable[[], float] = time.time,
+        env: Mapping[str, str] = os.environ,
     ) -> None:
         self._run = run
         self._attempt = attempt
@@ -67,7 +75,12 @@ class Requests:
         self._supervised = supervised
         self._clock = clock
         self._leave = leave
+        self._stop_grace_s = stop_grace_s
+        self._wall = wall
+        self._env = env
         self._stop_since: float | None = None
+        self._signalled_at: float | None = None
+        self._doubted: set[str] = set()
         self._save = False
         self._fence_at = clock() + FENCE_EVERY_S
         self.polls = 0
@@ -86,6 +99,37 @@ class Requests:
             return "stop"
         asked, self._save = "save" if self._save else "", False
         return asked
+
+    def deadline(self) -> float | None:
+        """When this process must have ended, in epoch seconds; None when nobody has said.
+
+        The earliest of: stop_grace_s after the first stop signal, SIRARA_DEADLINE, and the number in control/deadline.
+        """
+        said = [self._epoch(DEADLINE, self._env.get(DEADLINE, "")), self._epoch(*self._deadline_file())]
+        if self._signalled_at is not None and self._stop_grace_s is not None:
+            said.append(self._wall() + self._stop_grace_s - (self._clock() - self._signalled_at))
+        return min((d for d in said if d is not None), default=None)
+
+    def _deadline_file(self) -> tuple[str, str]:
+        path = self._run.control / "deadline"
+        try:
+            return str(path), path.read_text()
+        except FileNotFoundError:
+            return str(path), ""
+        except (OSError, ValueError) as fault:
+            return str(path), f"({fault})"
+
+    def _epoch(self, source: str, text: str) -> float | None:
+        try:
+            value = float(text) if text.strip() else None
+        except ValueError:
+            value = math.nan
+        if value is None or math.isfinite(value):
+            return value
+        if source not in self._doubted:
+            self._doubted.add(source)
+            log.warning("%s is not used: %r is no time in epoch seconds", source, text.strip()[:80])
+        return None
 
     def alive(self) -> None:
         """A sign of life between polls, for work that may take longer than a step, such as an evaluation."""
@@ -122,6 +166,7 @@ class Requests:
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         now = self._clock()
         first, self._stop_since = self._stop_since is None, self._stop_since or now
+        self._signalled_at = self._signalled_at or now
         again = self._agent is None and not first and now - self._stop_since >= SECOND_AFTER_S
         # torchrun ends the peers of a rank that failed; one that still joins has nothing to save.
         joining = self._agent is not None and not self._supervised and self.polls == 0

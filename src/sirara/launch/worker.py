@@ -57,6 +57,7 @@ class Seat:
 
     agent: pid of the process that started this one and decides about it, None for a process alone.
     supervised: that agent is ours; it tells about failures, so the worker does not.
+    stop_grace_s: how long after a stop signal this process is killed.
     """
 
     run: RunFolder
@@ -66,6 +67,7 @@ class Seat:
     agent: int | None = None
     supervised: bool = False
     hang_timeout_s: float = 600.0
+    stop_grace_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,12 @@ def work(seat: Seat, entry: Callable[[Requests], Outcome]) -> Result:
             if seat.agent is not None:
                 die_with_parent(seat.agent)
             requests = Requests(
-                seat.run, attempt=seat.attempt, rank=seat.rank, agent=seat.agent, supervised=seat.supervised
+                seat.run,
+                attempt=seat.attempt,
+                rank=seat.rank,
+                agent=seat.agent,
+                supervised=seat.supervised,
+                stop_grace_s=seat.stop_grace_s,
             )
             with requests.installed(), _stacks_on_demand(seat), _watchdog(seat, requests):
                 outcome = entry(requests)

@@ -168,3 +168,37 @@ def test_binding_to_a_parent_that_is_gone_is_refused(off, code):
     done = subprocess.run([sys.executable, "-c", BINDING, str(off)], env=env, capture_output=True, text=True)
     assert done.returncode == code
     assert ("ended while this worker started" in done.stderr) == bool(off)
+
+
+def test_without_word_of_a_deadline_there_is_none(run):
+    assert requests_of(run, env={}, stop_grace_s=60.0).deadline() is None
+
+
+def test_a_stop_signal_leaves_the_grace_and_a_request_by_file_does_not_start_it(run, handlers):
+    now = [1000.0]
+    asked = requests_of(run, stop_grace_s=60.0, clock=lambda: now[0], wall=lambda: 5e8 + now[0], env={})
+    request(run, "stop")
+    assert asked() == "stop" and asked.deadline() is None
+    with asked.installed():
+        signal.raise_signal(signal.SIGTERM)
+        now[0] += 25.0
+        assert asked.deadline() == 5e8 + 1060.0
+
+
+def test_the_earliest_of_all_deadlines_counts(run):
+    asked = requests_of(run, env={"SIRARA_DEADLINE": "2000.5"})
+    assert asked.deadline() == 2000.5
+    (run.control / "deadline").write_text("1990\n")
+    assert asked.deadline() == 1990.0
+    (run.control / "deadline").write_text("2010")
+    assert asked.deadline() == 2000.5
+
+
+def test_a_deadline_that_is_no_number_is_told_once_and_not_used(run, caplog):
+    asked = requests_of(run, env={"SIRARA_DEADLINE": "tomorrow"})
+    (run.control / "deadline").write_text("nan")
+    assert [asked.deadline(), asked.deadline()] == [None, None]
+    assert [r.getMessage() for r in caplog.records] == [
+        "SIRARA_DEADLINE is not used: 'tomorrow' is no time in epoch seconds",
+        f"{run.control / 'deadline'} is not used: 'nan' is no time in epoch seconds",
+    ]

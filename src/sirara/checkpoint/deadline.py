@@ -1,0 +1,120 @@
+"""Saves against the clock: how fast each tier has been, and which of them end before a deadline.
+
+The slowest of the last few saves counts, because a save that does not end in time is worth nothing; what no save
+has measured yet is tried only where there is no measured tier that fits. The figures live in the run folder, so that
+the first save of an attempt knows them.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sirara.config.run_folder import write_durably
+
+_log = logging.getLogger("sirara")
+
+FILE = "control/bandwidth.json"
+"""In the run folder."""
+SAMPLES = 5
+SAFETY = 1.25
+"""A deadline comes when everybody else is saving as well."""
+# Too small a save measures only its own fixed costs, which are not per byte.
+FIXED_S = 0.05
+
+
+class Bandwidth:
+    """Bytes per second of each tier, of the last saves; only rank 0 notes and stores.
+
+    Args:  path: `<run>/control/bandwidth.json`; read when it is there, a damaged one counts as none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._samples: dict[str, list[float]] = _read(path)
+
+    def note(self, tier: str, *, size: int, seconds: float) -> None:
+        """Counts a part of a save that ended well: `size` bytes of this node (or of the step) in `seconds`."""
+        if size > 0 and seconds > 0:
+            rate = size / max(seconds - FIXED_S, seconds / 10)
+            self._samples[tier] = [*self._samples.get(tier, []), rate][-SAMPLES:]
+
+    def store(self) -> None:
+        """Keeps the figures for the next attempt; that they are lost is no reason to fail a save."""
+        try:
+            write_durably(self._path, json.dumps(self._samples))
+        except OSError as fault:
+            _log.warning("the measured bandwidths could not be stored in %s: %s", self._path, fault)
+
+    def rate(self, tier: str) -> float | None:
+        """Bytes per second, the slowest of the last saves; None when there was none."""
+        return min(self._samples.get(tier, []), default=None)
+
+    def seconds(self, tier: str, size: int) -> float | None:
+        """How long `size` bytes will take, with a margin; None when nobody knows."""
+        rate = self.rate(tier)
+        return None if rate is None else SAFETY * (FIXED_S + size / rate)
+
+
+def choose(
+    sizes: Mapping[str, int],
+    seconds_left: float | None,
+    bandwidth: Bandwidth,
+) -> list[str]:
+    """The tiers that a save should be given to, in the order in which they should be written, fastest first.
+
+    Args:    sizes: bytes by tier, in the order of the configuration.  seconds_left: None when there is no deadline.
+    Returns: without a deadline all of them; with one those that end in time one after the other. Where none of the
+             measured ones does, a tier that was never measured is tried. Empty: a save must not be started.
+    """
+    if seconds_left is None:
+        return list(sizes)
+    known = {t: s for t in sizes if (s := bandwidth.seconds(t, sizes[t])) is not None}
+    chosen, spent = [], 0.0
+    for tier in sorted(known, key=lambda t: known[t]):
+        if spent + known[tier] <= seconds_left:
+            chosen.append(tier)
+            spent += known[tier]
+    if not chosen and seconds_left > 0:
+        return [tier for tier in sizes if tier not in known][:1]
+    return chosen
+
+
+def why_not(
+    sizes: Mapping[str, int], seconds_left: float, bandwidth: Bandwidth, chosen: Sequence[str]
+) -> str:
+    """The numbers behind a choice that leaves tiers out, "" when it leaves none out."""
+    out = []
+    for tier in sizes:
+        if tier not in chosen:
+            seconds = bandwidth.seconds(tier, sizes[tier])
+            out.append(f"{tier} {'was never measured' if seconds is None else f'needs {seconds:.1f} s'}")
+    return f"{max(0.0, seconds_left):.1f} s left; {', '.join(out)}" if out else ""
+
+
+def seconds_left(deadline: float | None, *, now: float | None = None) -> float | None:
+    """Until a deadline in epoch seconds, as `launch.signals.Requests.deadline` gives it."""
+    return None if deadline is None else deadline - (time.time() if now is None else now)
+
+
+def must_stop(sizes: Mapping[str, int], left: float | None, bandwidth: Bandwidth, *, step_s: float) -> bool:
+    """Whether the last save must begin at this step boundary: after one more step the time would no longer do.
+
+    Without a measured tier nobody knows how long a save takes, so twice a step's time is all that is kept.
+    """
+    if left is None:
+        return False
+    known = [s for t in sizes if (s := bandwidth.seconds(t, sizes[t])) is not None]
+    return left < 2 * step_s + max(known, default=0.0)
+
+
+def _read(path: Path) -> dict[str, list[float]]:
+    try:
+        found = json.loads(path.read_text())
+        return {str(t): [float(v) for v in rates if float(v) > 0][-SAMPLES:] for t, rates in found.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as fault:
+        _log.warning("the measured bandwidths in %s are not used: %s", path, fault)
+        return {}
