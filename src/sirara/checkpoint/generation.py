@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import xxhash
 
+from sirara.checkpoint.arena import ArenaState, arena_head
 from sirara.checkpoint.image import BLOCK, Image
 from sirara.checkpoint.storage import Disk, names_in, read_at, read_file, storage_error
 from sirara.errors import CheckpointError, StorageError
@@ -35,6 +36,7 @@ _FOLDER = re.compile(r"gen-(\d{9,})-([0-9a-f]{8}-[0-9a-f-]{27})")
 _ITEM = re.compile(r"(rank-(\d+)|parity-([0-9.]+-\d+-\d+))\.json")
 _CHECK = b'\n,"check":"'
 PARITY_FORMAT = "sirara-parity"
+_FILL_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -509,11 +511,12 @@ def _item(name: str) -> str:
 
 def _allocate(fd: int, path: Path, position: int, size: int) -> None:
     # Without this a full shared memory would end the process at the first touch of a page.
-    if size:
-        try:
-            os.posix_fallocate(fd, position, size)
-        except OSError as fault:
-            raise storage_error(fault, path, asked=size) from fault
+    try:
+        # In parts: one call over all of it could not be interrupted by a signal.
+        for at in range(position, position + size, _FILL_BYTES):
+            os.posix_fallocate(fd, at, min(_FILL_BYTES, position + size - at))
+    except OSError as fault:
+        raise storage_error(fault, path, asked=size) from fault
 
 
 def _read_present(path: Path) -> bytes:
@@ -549,4 +552,12 @@ def _read_file_at(path: Path, buffers: Sequence[memoryview], position: int) -> N
 
 def _require_arena(path: Path, image: Image) -> None:
     """Raises CheckpointError unless the arena holds this very save, complete."""
-    raise CheckpointError(f"{path} holds another save than {image.uuid} of step {image.step}", code="SR512")
+    if not path.exists():
+        raise CheckpointError(f"{path}, the arena of rank {image.rank}, is gone", code="SR521")
+    head = arena_head(path)
+    if head.state is not ArenaState.READY or head.uuid != image.uuid or head.size < image.size:
+        raise CheckpointError(
+            f"{path} does not hold rank {image.rank} of step {image.step} ({image.uuid}) any more",
+            code="SR551",
+            why=f"its header says {head.state.name}, step {head.step}, uuid {head.uuid or 'none'}",
+        )
