@@ -161,7 +161,9 @@ class Slot:
     def __init__(self, store: "GenerationStore", path: Path, size: int) -> None:
         self._store, self.path, self.size = store, path, size
         self._part = path.with_name(path.name + ".part")
-        self._file = store.disk.open(self._part, size=size)
+        store.disk.remove(self._part)
+        os.close(store.disk.open(self._part, size=size))
+        self._file = os.open(self._part, os.O_RDWR | os.O_CLOEXEC)
         self._map: mmap.mmap | None = None
         self._open = True
         try:
@@ -300,7 +302,6 @@ class GenerationStore:
         generations = sorted(self._generations(), key=lambda g: (_attempt(g[1]), g[0]), reverse=True)
         keep = max(1, self.keep - 1) if starting is not None else self.keep
         committed: dict[str, int] = {}
-        pending: set[str] = set()
         for step, uuid, folder in generations:
             if (step, uuid) == starting:
                 continue
@@ -313,9 +314,8 @@ class GenerationStore:
                     committed[item] = committed.get(item, 0) + 1
                     gone = committed[item] > keep
                 else:
-                    # Not committed here: in progress, or committed where the news did not arrive from. One may stay.
-                    gone = item in committed or (starting is not None and item in pending)
-                    pending.add(item)
+                    # In progress, or what a failed save left: memory stays flat only if the next one removes it.
+                    gone = item in committed or starting is not None
                 if gone:
                     self._remove_item(folder, item, names)
             self._remove_if_empty(folder)
