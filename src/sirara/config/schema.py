@@ -315,7 +315,7 @@ class CheckpointConfig(Section):
     tiers: Annotated[list[Annotated[TierConfig, BeforeValidator(_tier)]], Field(min_length=1)] = [
         TierConfig(tier="disk")
     ]
-    max_failures: Count = Field(default=5, description="failed saves in a row that a run survives")
+    max_failures: Count = Field(default=5, description="failed saves in a row that end the run")
     retry: Annotated[Seconds, Field(gt=0.0)] = Field(
         default=30.0, description="after a failed save the next try, doubled each time"
     )
