@@ -7,7 +7,6 @@ or smaller files, and for steps whose pieces have become many.
 """
 
 import os
-import secrets
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -21,6 +20,7 @@ from sirara.checkpoint.export import Exported, new_folder
 from sirara.checkpoint.ranges import DTYPES, NamedRange, host_bytes
 from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.report import Report, assemble
+from sirara.checkpoint.steps import fresh_uuid
 from sirara.checkpoint.storage import Disk, read_file
 from sirara.errors import CheckpointError, ConfigError
 from sirara.pure.layout import Box, range_boxes
@@ -128,7 +128,7 @@ def _small_file(snapshot: Snapshot, entry: FileEntry) -> bytes:
 
 def _fill(snapshot: Snapshot, temp: Path, plan: SavePlan, small: dict[str, bytes]) -> None:
     m, disk = snapshot.manifest, Disk()
-    uuid = _new_uuid(m.attempt)
+    uuid = fresh_uuid(m.attempt)
     hashes: dict[int, list[bytes]] = {}
     lengths: dict[int, list[int]] = {}
     by_file: dict[int, list[int]] = {}
@@ -206,9 +206,3 @@ def _read(snapshot: Snapshot, pieces: Sequence[PlannedPiece]) -> list[memoryview
     ]
     snapshot.read_into(ranges)
     return [host_bytes(r.data).data for r in ranges]
-
-
-def _new_uuid(attempt: int) -> str:
-    """A version 8 UUID that begins with the attempt, as a save has; the rest is random, so no save shares it."""
-    h = secrets.token_hex(12)
-    return f"{attempt:08x}-{h[:4]}-8{h[4:7]}-8{h[7:10]}-{h[10:22]}"

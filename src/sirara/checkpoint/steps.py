@@ -8,6 +8,7 @@ step-000001200/                    committed when it holds manifest.json, otherw
 
 import hashlib
 import re
+import secrets
 from collections.abc import Collection
 from pathlib import Path
 
@@ -26,6 +27,12 @@ def save_uuid(run: str, attempt: int, step: int, count: int) -> str:
     """A version 8 UUID that begins with the attempt: the same on every rank without talking, never reused."""
     text = f"{run}\0{attempt}\0{step}\0{count}".encode()
     h = hashlib.blake2b(text, digest_size=12).hexdigest()
+    return f"{attempt:08x}-{h[:4]}-8{h[4:7]}-8{h[7:10]}-{h[10:22]}"
+
+
+def fresh_uuid(attempt: int) -> str:
+    """A UUID like those of saves, for what is written or moved outside of a save: random behind the attempt."""
+    h = secrets.token_hex(11)
     return f"{attempt:08x}-{h[:4]}-8{h[4:7]}-8{h[7:10]}-{h[10:22]}"
 
 

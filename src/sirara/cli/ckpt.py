@@ -2,7 +2,7 @@
 
 import click
 
-from sirara.cli.ckpt_change import reshard
+from sirara.cli.ckpt_change import pin, prune, reshard
 from sirara.cli.ckpt_check import verify
 from sirara.cli.ckpt_look import diff, ls, show
 
@@ -23,5 +23,5 @@ def ckpt() -> None:
     """
 
 
-for verb in (ls, show, diff, verify, reshard):
+for verb in (ls, show, diff, verify, reshard, prune, pin):
     ckpt.add_command(verb)

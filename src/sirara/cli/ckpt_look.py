@@ -9,6 +9,7 @@ import click
 
 from sirara.checkpoint.compare import Comparison, TensorDiff, compare
 from sirara.checkpoint.find import find, step_folder
+from sirara.checkpoint.pins import is_pinned
 from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.retention import is_verified
 from sirara.checkpoint.steps import incomplete_steps
@@ -35,7 +36,7 @@ def ls(target: str, as_json: bool) -> None:
     for row in rows:
         click.echo(
             f"{row['step']:>12}  {size_text(row['bytes']):>10}  {row['tokens']:>14,}  {row['saved'][:16]:16}  "
-            + (row["fault"] or ("verified" if row["verified"] else "committed"))
+            + _state(row)
         )
     for name in incomplete:
         click.echo(f"incomplete: {name} (no {MANIFEST}; it is not a checkpoint and is never counted)")
@@ -62,6 +63,7 @@ def show(target: str, step: int | None, tensors: bool, as_json: bool) -> None:
         "attempt": m.attempt,
         "uuid": m.uuid,
         "verified": is_verified(snapshot.path, uuid=m.uuid),
+        "pinned": is_pinned(snapshot.path),
         "layout": m.layout,
         "versions": m.versions,
         "aliases": m.aliases,
@@ -179,6 +181,12 @@ def _tensor_row(snapshot: Snapshot, i: int) -> dict[str, Any]:
     }
 
 
+def _state(row: dict[str, Any]) -> str:
+    if row["fault"]:
+        return row["fault"]
+    return ("verified" if row["verified"] else "committed") + (", pinned" if row["pinned"] else "")
+
+
 def _summary(path: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"path": str(path), "fault": ""}
     saved = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime, UTC)
@@ -187,7 +195,7 @@ def _summary(path: Path) -> dict[str, Any]:
         m = Snapshot(path).manifest
     except (CheckpointError, StorageError) as fault:
         digits = path.name.removeprefix("step-")
-        unknown = {"bytes": 0, "tokens": 0, "verified": False}
+        unknown = {"bytes": 0, "tokens": 0, "verified": False, "pinned": is_pinned(path)}
         return row | unknown | {"step": int(digits) if digits.isdigit() else 0, "fault": fault.what}
     return row | {
         "step": m.step,
@@ -196,4 +204,5 @@ def _summary(path: Path) -> dict[str, Any]:
         "layout": m.layout,
         "uuid": m.uuid,
         "verified": is_verified(path, uuid=m.uuid),
+        "pinned": is_pinned(path),
     }
