@@ -3,13 +3,15 @@
 import os
 from pathlib import Path
 
-from sirara.config.check import SIZES, check_layout, value_of
+from sirara.checkpoint.space import Seats, check_before_training, planned_needs
+from sirara.config.check import SIZES, check_layout, check_nodes, frozen_names, value_of
 from sirara.config.load import model_shape
+from sirara.config.run_folder import RunFolder
 from sirara.config.schema import RunConfig
 from sirara.data.sources import check_vocab, open_sources, tokenizer_of
 from sirara.data.store import TokenStore
 from sirara.errors import ConfigError, DataError, StorageError
-from sirara.pure.families import ModelShape
+from sirara.pure.families import ModelShape, unit_specs, with_frozen
 
 FIXED = ("model.preset", "model.from", "seed", "data.seq_len", "train.optimizer.name", "train.freeze")
 
@@ -38,6 +40,26 @@ def preflight(config: RunConfig, *, starts: bool) -> ModelShape:
         )
     _check_writable(Path(config.run_dir))
     return shape
+
+
+def check_checkpoints(config: RunConfig, shape: ModelShape, *, run: RunFolder | None, seats: Seats) -> None:
+    """Whether there are nodes, bytes and inodes for the checkpoints of a run, as far as this node sees.
+
+    Args:    run: None for a new one.
+    Raises:  ConfigError for nodes that a new run lacks, PlanError for space that it will lack.
+    """
+    if run is None or not run.committed_steps():
+        check_nodes(config, seats.nodes)
+    units = unit_specs(shape)
+    needs = planned_needs(
+        config,
+        with_frozen(units, frozen_names(config.train.freeze, units)) if config.train.freeze else units,
+        checkpoints=run.checkpoints if run else Path(config.run_dir) / config.name / "checkpoints",
+        run=str(run.record().get("run", run.id)) if run else config.name,
+        seats=seats,
+        pinned=len(list(run.checkpoints.glob("step-*/pinned"))) if run else 0,
+    )
+    check_before_training(needs)
 
 
 def check_continues(before: RunConfig, now: RunConfig) -> None:

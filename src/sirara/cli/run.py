@@ -16,8 +16,9 @@ from typing import Any
 
 import click
 
+from sirara.checkpoint.space import Seats
 from sirara.cli.options import WITH_OVERRIDES, json_option, overrides, say_json
-from sirara.cli.preflight import check_continues, preflight
+from sirara.cli.preflight import check_checkpoints, check_continues, preflight
 from sirara.cli.worker import attempt_config, leave, train_here
 from sirara.config.load import Loaded, load
 from sirara.config.run_folder import RunFolder, write_durably
@@ -125,8 +126,10 @@ class _Job:
 
 
 def _go(job: _Job, *, dry_run: bool) -> None:
-    preflight(job.loaded.config, starts=job.run is None or not job.run.committed_steps())
+    shape = preflight(job.loaded.config, starts=job.run is None or not job.run.committed_steps())
     launcher = detect(os.environ)
+    if launcher is None or not launcher.restart:  # a restart goes on with what was checked at the start
+        check_checkpoints(job.loaded.config, shape, run=job.run, seats=_seats(job, launcher))
     if dry_run:
         _say_plan(job, launcher)
         return
@@ -148,6 +151,14 @@ def _go(job: _Job, *, dry_run: bool) -> None:
         raise
     _say_result(result, job.as_json)
     sys.exit(_exit_code(result))
+
+
+def _seats(job: _Job, launcher: Launcher | None) -> Seats:
+    if launcher is None:
+        nproc = job.workers().nproc
+        return Seats(world=nproc, local=nproc)
+    local = max(1, launcher.local_world)
+    return Seats(world=launcher.world, local=local, nodes=-(-launcher.world // local), node=launcher.node)
 
 
 def _alone(job: _Job, run: RunFolder, workers: Workers) -> Result:
