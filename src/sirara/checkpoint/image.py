@@ -43,22 +43,25 @@ class ImagePlan:
 
 def image_plan(plan: SavePlan, rank: int) -> ImagePlan:
     """The image of one rank; an empty one when it has nothing to save."""
-    index = [i for i, piece in enumerate(plan.pieces) if piece.rank == rank]
-    position = []
-    at, file, expected = 0, -1, 0
-    for i in index:
-        piece = plan.pieces[i]
-        if (piece.file, piece.position) != (file, expected):
-            # A new stretch: the next place that is congruent to the piece's place in its file.
-            at += (piece.position - at) % BLOCK
-        position.append(at)
-        at += piece.length
-        file, expected = piece.file, piece.position + piece.length
+    c, index = plan.columns, plan.indices_of(rank)
+    file, place, length = c.file[index], c.position[index], c.length[index]
+    fresh = np.ones(len(index), bool)
+    fresh[1:] = (file[1:] != file[:-1]) | (place[1:] != place[:-1] + length[:-1])
+    heads = np.flatnonzero(fresh)
+    ends = np.cumsum(length)
+    sizes = np.diff(np.append(ends[heads] - length[heads], ends[-1:]))
+    at, starts = 0, []
+    for begin, size in zip(place[heads].tolist(), sizes.tolist(), strict=True):
+        # A new stretch: the next place that is congruent to the piece's place in its file.
+        at += (begin - at) % BLOCK
+        starts.append(at)
+        at += size
+    shift = np.array(starts, np.int64) - place[heads]
     return ImagePlan(
         rank=rank,
-        index=np.array(index, np.int64),
-        position=np.array(position, np.int64),
-        length=np.array([plan.pieces[i].length for i in index], np.int64),
+        index=index,
+        position=place + shift[np.cumsum(fresh) - 1],
+        length=length,
         size=-(-at // BLOCK) * BLOCK,
     )
 

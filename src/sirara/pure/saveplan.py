@@ -1,140 +1,63 @@
 """Who writes which bytes of a checkpoint: a pure function of what every rank holds, known without talking.
 
-    boxes of all ranks ─► disjoint regions, each with its holders ─► one writer per region
+    boxes of all ranks ─► disjoint regions, one writer each (`regions`)
         ─► pieces of at most 16 MiB, each with one hash, at a place in a file
 
 Weights (names without "/") become whole tensors of model*.safetensors, in plan order; a piece is then a
 run of the tensor, so every rank writes its runs at planned offsets. All other state becomes entries
 "name[a:b,c:d]" of optim-<node>-<k>.safetensors, in the order of their writers, so a rank writes long
-stretches. Files are as many as bytes / FILE_BYTES, rounded up, per side. A region held by one rank is that
-rank's work; what several hold is cut and dealt to the holder with least work, fewest holders first, then
-largest first, ties to the lowest rank.
+stretches. Files are as many as bytes / FILE_BYTES, rounded up, per side.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from math import prod
-from typing import TypeVar
 
 import numpy as np
-import xxhash
 
 from sirara.errors import InvariantError
-from sirara.pure.layout import Box, box_runs, cut_box, difference, intersection, whole
-from sirara.pure.reshard import SavedBoxes, collisions
+from sirara.pure.layout import Box, box_runs, cut_box
+from sirara.pure.planned import (
+    HEADER_ALIGN,
+    INDEX,
+    ITEM_BYTES,
+    BoxColumns,
+    Entry,
+    EntryColumns,
+    PartColumns,
+    PieceColumns,
+    PlannedFile,
+    PlannedPart,
+    PlannedPiece,
+    PlannedTensor,
+    SavePlan,
+    safetensors_header,
+    safetensors_text,
+    weight_file,
+    weight_index,
+)
+from sirara.pure.regions import Regions, Shapes, assign
+
+__all__ = [
+    "FILE_BYTES",
+    "INDEX",
+    "ITEM_BYTES",
+    "PIECE_BYTES",
+    "Entry",
+    "PlannedFile",
+    "PlannedPart",
+    "PlannedPiece",
+    "PlannedTensor",
+    "SavePlan",
+    "plan_save",
+    "safetensors_header",
+    "weight_file",
+    "weight_index",
+]
 
 PIECE_BYTES = 16 << 20
-SHARE_BYTES = 1 << 20  # replicated regions below this are not split among their holders
 FILE_BYTES = 2 << 30
-HEADER_ALIGN = 4096
-INDEX = "model.safetensors.index.json"
-
-ITEM_BYTES = {
-    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
-}  # fmt: skip
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedTensor:
-    """One logical tensor of the training state, and which boxes of it each rank holds.
-
-    dtype: safetensors name ("F32", "BF16", ...).  boxes: rank -> its boxes; ranks without elements may be
-    missing; boxes of several ranks may coincide or overlap (replicas), together they cover the tensor.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    boxes: Mapping[int, tuple[Box, ...]]
-
-    @property
-    def is_weight(self) -> bool:
-        return "/" not in self.name
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedPiece:
-    tensor: int
-    box: Box
-    file: int
-    position: int
-    length: int
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One entry of a safetensors header."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedFile:
-    name: str
-    entries: tuple[Entry, ...]
-    header_bytes: int
-    size: int
-    writer: int  # the rank that writes the header
-
-    @property
-    def holds_weights(self) -> bool:
-        return self.name.startswith("model")
-
-    def header(self, *, uuid: str, step: int) -> bytes:
-        return safetensors_header(self.entries, uuid=uuid, step=step)
-
-
-@dataclass(frozen=True)
-class SavePlan:
-    tensors: tuple[PlannedTensor, ...]
-    files: tuple[PlannedFile, ...]
-    pieces: tuple[PlannedPiece, ...]  # by file, then position
-
-    @cached_property
-    def digest(self) -> str:
-        """Equal on all ranks that hold the same plan."""
-        text = repr([(f.name, f.size, f.writer) for f in self.files])
-        text += repr([(t.name, t.dtype, t.shape) for t in self.tensors])
-        hasher = xxhash.xxh3_128(text.encode())
-        rows = [
-            (p.tensor, p.file, p.position, p.length, p.rank, *p.box.offset, *p.box.size) for p in self.pieces
-        ]
-        hasher.update(np.fromiter((n for row in rows for n in row), dtype="<i8").tobytes())
-        return hasher.hexdigest()
-
-    @cached_property
-    def pieces_of(self) -> dict[int, list[PlannedPiece]]:
-        mine: dict[int, list[PlannedPiece]] = {}
-        for piece in self.pieces:
-            mine.setdefault(piece.rank, []).append(piece)
-        return mine
-
-    @cached_property
-    def writers(self) -> tuple[int, ...]:
-        """The ranks that have something to write."""
-        return tuple(sorted(set(self.pieces_of) | {f.writer for f in self.files}))
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(f.size for f in self.files)
-
-
-@dataclass(frozen=True, slots=True)
-class _Region:
-    tensor: int
-    box: Box
-    rank: int
-    bytes: int
 
 
 def plan_save(
@@ -143,47 +66,22 @@ def plan_save(
     node_of: Callable[[int], int],
     file_bytes: int = FILE_BYTES,
     piece_bytes: int = PIECE_BYTES,
+    assemble: bool = False,
 ) -> SavePlan:
     """The files of a checkpoint, their headers, and the writer and place of every piece.
 
+    assemble: rows of a weight whose columns lie with several ranks of a node become pieces of whole rows, filled by
+    all of them (`SavePlan.parts`); only where ranks can copy into each other's images. Otherwise every such row is
+    as many pieces as ranks hold columns of it.
     Raises InvariantError when the boxes of a tensor leave a hole or stick out of it.
     """
     _check_names(tensors)
-    regions = _assign(tensors, piece_bytes)
-    files: list[PlannedFile] = []
-    pieces: list[PlannedPiece] = []
-    _plan_weights(tensors, regions, files, pieces, file_bytes, piece_bytes)
-    _plan_state(tensors, regions, files, pieces, file_bytes, piece_bytes, node_of)
-    pieces.sort(key=lambda p: (p.file, p.position))
-    return SavePlan(tuple(tensors), tuple(files), tuple(pieces))
-
-
-def safetensors_header(entries: Iterable[Entry], *, uuid: str, step: int) -> bytes:
-    """Length, JSON and padding: the first bytes of a safetensors file. Their number depends on the
-    entries alone."""
-    head: dict[str, object] = {
-        "__metadata__": {"format": "pt", "sirara.step": f"{step:012d}", "sirara.uuid": uuid}
-    }
-    for e in entries:
-        head[e.name] = {"dtype": e.dtype, "shape": list(e.shape), "data_offsets": [e.start, e.stop]}
-    text = json.dumps(head, separators=(",", ":")).encode()
-    total = -(-(8 + len(text)) // HEADER_ALIGN) * HEADER_ALIGN
-    return (total - 8).to_bytes(8, "little") + text.ljust(total - 8)
-
-
-def weight_file(i: int, n: int) -> str:
-    """Name of the i-th of n files of weights, as transformers looks for them."""
-    return "model.safetensors" if n == 1 else f"model-{i + 1:05d}-of-{n:05d}.safetensors"
-
-
-def weight_index(plan: SavePlan) -> bytes:
-    """model.safetensors.index.json of the planned weights."""
-    where = {e.name: f.name for f in plan.files if f.holds_weights for e in f.entries}
-    total = sum(e.stop - e.start for f in plan.files if f.holds_weights for e in f.entries)
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode() + b"\n"
-
-
-# ---- regions and their writers
+    shapes = Shapes(tensors)
+    regions = assign(tensors, shapes, piece_bytes=piece_bytes, node_of=node_of, assemble=assemble)
+    files = _Files(tuple(tensors), shapes, regions, piece_bytes)
+    files.add_weights(file_bytes)
+    files.add_state(file_bytes, node_of)
+    return files.plan()
 
 
 def _check_names(tensors: Sequence[PlannedTensor]) -> None:
@@ -196,164 +94,250 @@ def _check_names(tensors: Sequence[PlannedTensor]) -> None:
         seen.add(t.name)
 
 
-def _assign(tensors: Sequence[PlannedTensor], piece_bytes: int) -> list[_Region]:
-    """Every element once, with its writer: by tensor, then by offset."""
-    load: dict[int, int] = {}
-    regions: list[_Region] = []
-    shared: list[tuple[int, int, Box, tuple[int, ...]]] = []  # (tensor, bytes, box, holders)
-    for t, tensor in enumerate(tensors):
-        item = ITEM_BYTES[tensor.dtype]
-        for box, holders in _held(tensor).items():
-            size = box.volume * item
-            if len(holders) == 1:
-                regions.append(_Region(t, box, holders[0], size))
-                load[holders[0]] = load.get(holders[0], 0) + size
-            else:
-                shared.append((t, size, box, holders))
-    shared.sort(key=lambda s: (len(s[3]), -s[1], s[0], s[2].offset))
-    for t, size, box, holders in shared:
-        item = ITEM_BYTES[tensors[t].dtype]
-        share = min(piece_bytes, max(SHARE_BYTES, -(-size // len(holders))))
-        for part in cut_box(box, max(1, share // item)):
-            rank = min(holders, key=lambda r: (load.get(r, 0), r))
-            regions.append(_Region(t, part, rank, part.volume * item))
-            load[rank] = load.get(rank, 0) + part.volume * item
-    regions.sort(key=lambda r: (r.tensor, r.box.offset))
-    return regions
+class _Files:
+    """Lays regions into files. Everything that may be a million is a column."""
 
+    def __init__(
+        self, tensors: tuple[PlannedTensor, ...], shapes: Shapes, regions: Regions, piece_bytes: int
+    ) -> None:
+        self._tensors, self._shapes, self._regions, self._piece_bytes = tensors, shapes, regions, piece_bytes
+        self._name_chars = np.array([len(json.dumps(t.name)) + len(t.dtype) for t in tensors], np.int64)
+        self._files: list[tuple[str, int, int, int, tuple[int, int]]] = []  # name, head, size, writer, span
+        self._entries: list[
+            tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+        ] = []  # tensor, offset, size, start
+        self._entry_count = 0
+        n = len(regions.tensor)
+        self._file = np.full(n, -1, np.int64)
+        self._position = np.zeros(n, np.int64)  # of the region's first byte; of its tensor's for weights
 
-def _held(tensor: PlannedTensor) -> dict[Box, tuple[int, ...]]:
-    """Disjoint boxes that cover the tensor, with the ranks that hold each."""
-    holders: dict[Box, tuple[int, ...]] = {}
-    full = whole(tensor.shape)
-    for rank in sorted(tensor.boxes):
-        for box in tensor.boxes[rank]:
-            if not box.within(full):
-                raise InvariantError(
-                    f"{tensor.name}: box {box} of rank {rank} lies outside shape {tensor.shape}"
+    def add_weights(self, file_bytes: int) -> None:
+        """Whole tensors; larger items first keeps every tensor aligned to its item size, as the safetensors
+        library does."""
+        shapes, regions = self._shapes, self._regions
+        weights = np.array([t for t, tensor in enumerate(self._tensors) if tensor.is_weight], np.int64)
+        sizes = shapes.numel[weights] * shapes.item[weights]
+        group = _spread(sizes, file_bytes)
+        count = int(group.max(initial=-1)) + 1
+        file_of = np.full(len(self._tensors), -1, np.int64)
+        base = np.zeros(len(self._tensors), np.int64)
+        file_of[weights] = group
+        in_file = file_of[regions.tensor]
+        for k in range(count):
+            mine = weights[group == k]
+            mine = mine[np.argsort(-shapes.item[mine], kind="stable")]
+            bytes_of = shapes.numel[mine] * shapes.item[mine]
+            start = np.cumsum(bytes_of) - bytes_of
+            ranks = regions.rank[in_file == k]
+            head = self._add(
+                weight_file(k, count),
+                int(ranks.min(initial=2**62)) if len(ranks) else 0,
+                mine,
+                np.zeros((len(mine), shapes.D), np.int64),
+                shapes.shape[mine],
+                start,
+                by_box=False,
+            )
+            base[mine] = head + start
+        weight = in_file >= 0
+        self._file[weight] = in_file[weight]
+        self._position[weight] = base[regions.tensor[weight]]
+
+    def add_state(self, file_bytes: int, node_of: Callable[[int], int]) -> None:
+        """Boxes as they are, node by node, each rank's together."""
+        regions = self._regions
+        state = np.flatnonzero(self._file < 0)
+        if not len(state):
+            return
+        ranks, place = np.unique(regions.rank[state], return_inverse=True)
+        node = np.array([node_of(r) for r in ranks.tolist()], np.int64)[place]
+        item = self._shapes.item[regions.tensor[state]]
+        order = np.lexsort((regions.rank[state], -item, node))
+        state, node = state[order], node[order]
+        nodes, first = np.unique(node, return_index=True)
+        for number, low, high in zip(nodes.tolist(), first, [*first[1:], len(state)], strict=True):
+            group = _spread(regions.bytes[state[low:high]], file_bytes)
+            cuts = np.searchsorted(group, np.arange(int(group[-1]) + 2)) + low
+            for k, (a, b) in enumerate(pairwise(cuts)):
+                mine = state[a:b]
+                start = np.cumsum(regions.bytes[mine]) - regions.bytes[mine]
+                head = self._add(
+                    f"optim-{number}-{k}.safetensors",
+                    int(regions.rank[mine].min()),
+                    regions.tensor[mine],
+                    regions.offset[mine],
+                    regions.size[mine],
+                    start,
+                    by_box=True,
                 )
-            if box.volume:
-                known = holders.get(box, ())
-                holders[box] = known if known and known[-1] == rank else (*known, rank)
-    if len(holders) > 1 and _any_overlap(list(holders)):
-        holders = _split(holders)
-    missing = prod(tensor.shape) - sum(box.volume for box in holders)
-    if missing:
-        raise InvariantError(
-            f"{tensor.name}: the ranks' boxes leave {missing} of {prod(tensor.shape)} elements out"
+                self._file[mine] = len(self._files) - 1
+                self._position[mine] = head + start
+
+    def _add(
+        self,
+        name: str,
+        writer: int,
+        tensor: np.ndarray,
+        offset: np.ndarray,
+        size: np.ndarray,
+        start: np.ndarray,
+        *,
+        by_box: bool,
+    ) -> int:
+        """Adds a file and returns where its data begins."""
+        stop = start + size.prod(axis=1) * self._shapes.item[tensor]
+        chars = self._chars(tensor, offset, size, start, stop, by_box=by_box)
+        head = -(-(_EMPTY_HEADER + chars) // HEADER_ALIGN) * HEADER_ALIGN
+        span = (self._entry_count, self._entry_count + len(tensor))
+        self._files.append((name, head, head + int(stop[-1]) if len(stop) else head, writer, span))
+        self._entries.append((tensor, offset, size, start))
+        self._entry_count = span[1]
+        return head
+
+    def _chars(
+        self,
+        tensor: np.ndarray,
+        offset: np.ndarray,
+        size: np.ndarray,
+        start: np.ndarray,
+        stop: np.ndarray,
+        *,
+        by_box: bool,
+    ) -> int:
+        """Characters of the entries in their header, each with its comma."""
+        dims = self._shapes.dims[tensor]
+        real = np.arange(self._shapes.D) < dims[:, None]
+        commas = np.maximum(dims - 1, 0)
+        total = self._name_chars[tensor] + _ENTRY + commas + (_digits(size) * real).sum(axis=1)
+        total += _digits(start) + _digits(stop)
+        if by_box:
+            ends = ((_digits(offset) + 1 + _digits(offset + size)) * real).sum(axis=1)
+            total += 2 + commas + ends
+        return int(total.sum())
+
+    def plan(self) -> SavePlan:
+        regions, shapes = self._regions, self._shapes
+        weight = np.array([t.is_weight for t in self._tensors], bool)[regions.tensor]
+        most = np.maximum(1, self._piece_bytes // shapes.item[regions.tensor])
+        volume = regions.size.prod(axis=1)
+        whole = (volume <= most) & (regions.is_run | ~weight)
+        at = self._position + np.where(weight, regions.first * shapes.item[regions.tensor], 0)
+        cut = [
+            piece
+            for i in np.flatnonzero(~whole).tolist()
+            for piece in self._cut(i, bool(weight[i]), int(most[i]))
+        ]
+        from_i = np.array([i for i, _, _ in cut], np.int64)
+        of = regions.tensor[from_i]
+        source = np.concatenate([np.flatnonzero(whole), from_i])
+        tensor = regions.tensor[source]
+        offset = np.concatenate(
+            [regions.offset[whole], shapes.padded(of, [o for _, box, _ in cut for o in box.offset], 0)]
         )
-    return holders
+        size = np.concatenate(
+            [regions.size[whole], shapes.padded(of, [n for _, box, _ in cut for n in box.size], 1)]
+        )
+        position = np.concatenate([at[whole], np.array([p for *_, p in cut], np.int64)])
+        file = self._file[source]
+        order = np.lexsort((position, file))
+        tensor, offset, size, source = tensor[order], offset[order], size[order], source[order]
+        tensors = self._tensors
+        entries = self._entry_columns()
+        return SavePlan(
+            tensors=tensors,
+            files=tuple(
+                PlannedFile(name=n, header_bytes=h, size=s, writer=w, span=span, _all=entries)
+                for n, h, s, w, span in self._files
+            ),
+            columns=PieceColumns(
+                at=self._columns(tensor, offset, size),
+                file=file[order],
+                position=position[order],
+                length=size.prod(axis=1) * shapes.item[tensor],
+                rank=regions.rank[source],
+            ),
+            entries=entries,
+            parts=self._parts(source),
+        )
+
+    def _cut(self, i: int, weight: bool, most: int) -> Iterable[tuple[int, Box, int]]:
+        """(region, box, position) of a region's pieces where it is not one."""
+        shapes, regions = self._shapes, self._regions
+        t = int(regions.tensor[i])
+        box, item = shapes.box(t, regions.offset[i], regions.size[i]), int(shapes.item[t])
+        start = int(self._position[i])
+        if weight:
+            shape = self._tensors[t].shape
+            return [(i, part, start + first * item) for part, first in _runs_as_boxes(shape, box, most)]
+        pieces = []
+        for part in cut_box(box, most):
+            pieces.append((i, part, start))
+            start += part.volume * item
+        return pieces
+
+    def _columns(self, tensor: np.ndarray, offset: np.ndarray, size: np.ndarray) -> BoxColumns:
+        ragged = self._shapes.ragged
+        return BoxColumns.of(self._tensors, tensor, ragged(tensor, offset), ragged(tensor, size))
+
+    def _entry_columns(self) -> EntryColumns:
+        D = self._shapes.D
+        none = (
+            np.zeros(0, np.int64),
+            np.zeros((0, D), np.int64),
+            np.zeros((0, D), np.int64),
+            np.zeros(0, np.int64),
+        )
+        tensor, offset, size, start = (np.concatenate(c) for c in zip(none, *self._entries, strict=True))
+        return EntryColumns(tensors=self._tensors, at=self._columns(tensor, offset, size), start=start)
+
+    def _parts(self, source: np.ndarray) -> PartColumns:
+        """source: the region that each piece comes from."""
+        regions = self._regions
+        rows = [
+            (p, int(regions.tensor[i]), box, rank)
+            for p, i in zip(
+                np.flatnonzero(regions.block[source] >= 0).tolist(), _blocks(regions, source), strict=True
+            )
+            for box, rank in regions.blocks[int(regions.block[i])].parts
+        ]
+        tensor = np.array([t for _, t, _, _ in rows], np.int64)
+        return PartColumns(
+            piece=np.array([p for p, *_ in rows], np.int64),
+            at=BoxColumns.of(
+                self._tensors,
+                tensor,
+                np.array([o for _, _, box, _ in rows for o in box.offset], np.int64),
+                np.array([n for _, _, box, _ in rows for n in box.size], np.int64),
+            ),
+            rank=np.array([r for *_, r in rows], np.int64),
+        )
 
 
-def _any_overlap(boxes: list[Box]) -> bool:
-    saved = SavedBoxes(
-        np.array([b.offset for b in boxes], np.int64), np.array([b.size for b in boxes], np.int64)
-    )
-    return next(collisions(saved, boxes), None) is not None
+def _blocks(regions: Regions, source: np.ndarray) -> list[int]:
+    """The assembled regions, in the order of their pieces. Each is one piece."""
+    return source[regions.block[source] >= 0].tolist()
 
 
-def _split(holders: dict[Box, tuple[int, ...]]) -> dict[Box, tuple[int, ...]]:
-    """Boxes that overlap in part are cut where they meet: a region has one set of holders."""
-    parts: list[tuple[Box, tuple[int, ...]]] = []
-    for box, ranks in holders.items():
-        fresh = [box]
-        merged: list[tuple[Box, tuple[int, ...]]] = []
-        for other, others in parts:
-            common = intersection(box, other)
-            if common is None:
-                merged.append((other, others))
-                continue
-            merged.append((common, tuple(sorted({*ranks, *others}))))
-            merged.extend((rest, others) for rest in difference(other, common))
-            fresh = [rest for f in fresh for rest in difference(f, common)]
-        parts = merged + [(f, ranks) for f in fresh]
-    return dict(parts)
+_EMPTY_HEADER = len(safetensors_text((), uuid="0" * 32, step=0)) + 8
+_ENTRY = len(',:{"dtype":"","shape":[],"data_offsets":[,]}')
+_POWERS = 10 ** np.arange(1, 19, dtype=np.int64)
 
 
-# ---- files and pieces
+def _digits(values: np.ndarray) -> np.ndarray:
+    """Decimal digits of each value."""
+    return np.searchsorted(_POWERS, values, side="right") + 1
 
 
-def _plan_weights(
-    tensors: Sequence[PlannedTensor],
-    regions: Sequence[_Region],
-    files: list[PlannedFile],
-    pieces: list[PlannedPiece],
-    file_bytes: int,
-    piece_bytes: int,
-) -> None:
-    # Larger items first keeps every tensor aligned to its item size, as the safetensors library does.
-    weights = [t for t in range(len(tensors)) if tensors[t].is_weight]
-    sizes = {t: prod(tensors[t].shape) * ITEM_BYTES[tensors[t].dtype] for t in weights}
-    by_tensor: dict[int, list[_Region]] = {}
-    for region in regions:
-        by_tensor.setdefault(region.tensor, []).append(region)
-    groups = _spread(weights, [sizes[t] for t in weights], file_bytes)
-    for i, group in enumerate(groups):
-        entries, at = [], 0
-        for t in sorted(group, key=lambda t: -ITEM_BYTES[tensors[t].dtype]):
-            entries.append(Entry(tensors[t].name, tensors[t].dtype, tensors[t].shape, at, at + sizes[t]))
-            at += sizes[t]
-        start_of = {e.name: e.start for e in entries}
-        mine = [r for t in group for r in by_tensor.get(t, ())]
-        head = _add_file(files, weight_file(i, len(groups)), entries, min((r.rank for r in mine), default=0))
-        for r in mine:
-            tensor = tensors[r.tensor]
-            item, base = ITEM_BYTES[tensor.dtype], head + start_of[tensor.name]
-            for box, first in _runs_as_boxes(tensor.shape, r.box, piece_bytes // item):
-                place = base + first * item
-                pieces.append(PlannedPiece(r.tensor, box, len(files) - 1, place, box.volume * item, r.rank))
-
-
-def _plan_state(
-    tensors: Sequence[PlannedTensor],
-    regions: Sequence[_Region],
-    files: list[PlannedFile],
-    pieces: list[PlannedPiece],
-    file_bytes: int,
-    piece_bytes: int,
-    node_of: Callable[[int], int],
-) -> None:
-    by_node: dict[int, list[_Region]] = {}
-    for r in regions:
-        if not tensors[r.tensor].is_weight:
-            by_node.setdefault(node_of(r.rank), []).append(r)
-    for node in sorted(by_node):
-        mine = sorted(by_node[node], key=lambda r: (-ITEM_BYTES[tensors[r.tensor].dtype], r.rank))
-        for k, group in enumerate(_spread(mine, [r.bytes for r in mine], file_bytes)):
-            entries, at = [], 0
-            for r in group:
-                tensor = tensors[r.tensor]
-                entries.append(Entry(f"{tensor.name}{r.box}", tensor.dtype, r.box.size, at, at + r.bytes))
-                at += r.bytes
-            writer = min((r.rank for r in group), default=0)
-            head = _add_file(files, f"optim-{node}-{k}.safetensors", entries, writer)
-            for r, entry in zip(group, entries, strict=True):
-                item, place = ITEM_BYTES[entry.dtype], head + entry.start
-                for box in cut_box(r.box, piece_bytes // item):
-                    length = box.volume * item
-                    pieces.append(PlannedPiece(r.tensor, box, len(files) - 1, place, length, r.rank))
-                    place += length
-
-
-def _add_file(files: list[PlannedFile], name: str, entries: list[Entry], writer: int) -> int:
-    """Adds a file and returns where its data begins."""
-    head = len(safetensors_header(entries, uuid="0" * 32, step=0))
-    total = head + (entries[-1].stop if entries else 0)
-    files.append(PlannedFile(name=name, entries=tuple(entries), header_bytes=head, size=total, writer=writer))
-    return head
-
-
-def _spread(items: Sequence[T], sizes: Sequence[int], file_bytes: int) -> list[list[T]]:
-    """Neighbouring items in ceil(total / file_bytes) groups of about equal bytes, none empty."""
-    total = sum(sizes)
+def _spread(sizes: np.ndarray, file_bytes: int) -> np.ndarray:
+    """The group of each item: neighbours in ceil(total / file_bytes) groups of about equal bytes, none empty."""
+    total = int(sizes.sum())
     n = max(1, -(-total // file_bytes))
-    groups: dict[int, list[T]] = {}
-    at = 0
-    for item, size in zip(items, sizes, strict=True):
-        # An item belongs to the group in which its middle lies.
-        groups.setdefault(min(n - 1, (2 * at + size) * n // (2 * total) if total else 0), []).append(item)
-        at += size
-    return list(groups.values())
+    if not total:
+        return np.zeros(len(sizes), np.int64)
+    # An item belongs to the group in which its middle lies.
+    middle = 2 * (np.cumsum(sizes) - sizes) + sizes
+    group = np.minimum(n - 1, middle * n // (2 * total))
+    return np.unique(group, return_inverse=True)[1]
 
 
 def _runs_as_boxes(shape: tuple[int, ...], box: Box, most: int) -> Iterable[tuple[Box, int]]:
