@@ -1,8 +1,7 @@
 """Saves against the clock: how fast each tier has been, and which of them end before a deadline.
 
-The slowest of the last few saves counts, because a save that does not end in time is worth nothing; what no save
-has measured yet is tried only where there is no measured tier that fits. The figures live in the run folder, so that
-the first save of an attempt knows them.
+The slowest of the last few saves counts, because a save that does not end in time is worth nothing. The figures live
+in the run folder, so that the first save of an attempt knows them.
 """
 
 import json
@@ -65,8 +64,8 @@ def choose(
     """The tiers that a save should be given to, in the order in which they should be written, fastest first.
 
     Args:    sizes: bytes by tier, in the order of the configuration.  seconds_left: None when there is no deadline.
-    Returns: without a deadline all of them; with one those that end in time one after the other. Where none of the
-             measured ones does, a tier that was never measured is tried. Empty: a save must not be started.
+    Returns: without a deadline all of them; with one those that end in time one after the other, then those that no
+             save has measured: the state is safe by then, or nothing known would end. Empty: nothing must be started.
     """
     if seconds_left is None:
         return list(sizes)
@@ -76,9 +75,7 @@ def choose(
         if spent + known[tier] <= seconds_left:
             chosen.append(tier)
             spent += known[tier]
-    if not chosen and seconds_left > 0:
-        return [tier for tier in sizes if tier not in known][:1]
-    return chosen
+    return chosen + [tier for tier in sizes if tier not in known and spent < seconds_left]
 
 
 def why_not(
@@ -89,7 +86,7 @@ def why_not(
     for tier in sizes:
         if tier not in chosen:
             seconds = bandwidth.seconds(tier, sizes[tier])
-            out.append(f"{tier} {'was never measured' if seconds is None else f'needs {seconds:.1f} s'}")
+            out.append(tier if seconds is None else f"{tier} needs {seconds:.1f} s")
     return f"{max(0.0, seconds_left):.1f} s left; {', '.join(out)}" if out else ""
 
 
@@ -101,7 +98,7 @@ def seconds_left(deadline: float | None, *, now: float | None = None) -> float |
 def must_stop(sizes: Mapping[str, int], left: float | None, bandwidth: Bandwidth, *, step_s: float) -> bool:
     """Whether the last save must begin at this step boundary: after one more step the time would no longer do.
 
-    Without a measured tier nobody knows how long a save takes, so twice a step's time is all that is kept.
+    Args:  sizes: of the tiers that it must reach. Where none is measured, the time of two steps is all that is kept.
     """
     if left is None:
         return False
