@@ -173,8 +173,8 @@ def withheld(given: dict[str, Any], what: str, checked: bool) -> dict[str, Any]:
     trainer = open_trainer(given, 1, 1)
     state, load = trainer.state, trainer.state.load
 
-    def load_without(snapshot: Any) -> None:
-        load(snapshot)
+    def load_without(snapshot: Any, **options: Any) -> None:
+        load(snapshot, **options)
         if what in ("updates", "samples", "step"):
             setattr(state.counters, what, 0)
         elif what == "weights":

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import xxhash
 from sirara.checkpoint.ranges import NamedRange, dtype_name
 from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.report import assemble, failure_name, report_name, wait_for_reports
+from sirara.checkpoint.restore import Candidate, Restored, read_first
 from sirara.checkpoint.retention import VERIFIED, delete_step, expendable, is_verified, mark_verified
 from sirara.checkpoint.scrub import scrub_pieces
 from sirara.checkpoint.steps import clear_leftovers, committed_steps, save_uuid, step_name
@@ -38,14 +40,6 @@ from sirara.pure.saveplan import INDEX, PlannedTensor, SavePlan, plan_save, weig
 __all__ = ["CheckpointManager", "NamedRange", "PlannedTensor", "Restored", "Snapshot", "dtype_name"]
 
 _log = logging.getLogger("sirara")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """The step that was read, and the newer ones that were not, each with its reason (newest first)."""
-
-    step: int
-    skipped: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,28 +315,17 @@ class CheckpointManager:
         Returns:  None when there is no committed step.
         Raises:  CheckpointError naming every step and its reason when none can be read.
         """
-        skipped: list[tuple[int, str]] = []
-        for step in self.newest() if steps is None else steps:
-            fault = ""
-            try:
-                read(self.open(step))
-            except (CheckpointError, StorageError) as error:
-                fault = error.what + (f" ({error.why})" if error.why else "")
-            fault = agree(fault)
-            if not fault:
-                return Restored(step=step, skipped=tuple(skipped))
-            skipped.append((step, fault))
-            self._distrust(step, fault)
-        if not skipped:
-            return None
-        raise CheckpointError(
-            f"none of the {len(skipped)} committed steps in {self.folder} can be read",
-            code="SR530",
-            why="; ".join(f"step {step}: {fault}" for step, fault in skipped),
-            try_="sirara ckpt verify names every bad piece",
+        steps = self.newest() if steps is None else steps
+        found = read_first(
+            [Candidate(step=step, open=partial(self.open, step)) for step in steps],
+            read,
+            agree=agree,
+            distrust=self.distrust,
+            where=str(self.folder),
         )
+        return None if found is None else Restored(step=found[0].step, skipped=found[1])
 
-    def _distrust(self, step: int, fault: str) -> None:
+    def distrust(self, step: int, fault: str) -> None:
         """A step that cannot be read is not verified any more, and is written anew when reached again."""
         self._faulty.add(step)
         if self.rank == 0:

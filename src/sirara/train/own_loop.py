@@ -12,6 +12,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -133,7 +134,8 @@ class Trainer:
         Returns:  the step, and the newer ones that could not be read, each with its reason.
         Raises:   CheckpointError when steps exist but none can be read, or when what was loaded is not what was saved.
         """
-        restored = self.manager.restore(self.state.load, steps=self._candidates(), agree=self._first_fault)
+        load = partial(self.state.load, agree=self._first_fault)
+        restored = self.manager.restore(load, steps=self._candidates(), agree=self._first_fault)
         if restored is None:
             self.start()
             return Restored(step=0, skipped=())

@@ -5,7 +5,7 @@ tensors      weights, masters where the weights' dtype is lower, optimizer state
 the rest     is a function of these and of the configuration: lr, dropout, data order
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from sirara.checkpoint.digest import Digest, digest_boxes, digest_of
 from sirara.checkpoint.ranges import DTYPES, NamedRange, dtype_name
 from sirara.checkpoint.reader import Snapshot
+from sirara.checkpoint.share import Agree, read_together
 from sirara.comm.group import Comm
 from sirara.errors import CheckpointError
 from sirara.mesh import Mesh
@@ -105,7 +106,9 @@ class TrainState:
             if self.mesh.coordinate("tp") % flat.group.copies == 0:
                 for piece, suffix, data in self._parts(flat):
                     total += digest_boxes(piece.tensor.name + suffix, piece.tensor.shape, piece.boxes, data)
-        return Digest.from_rows(self.stage.comms.world.gather_rows("state digest", self._word(total)).tolist())
+        return Digest.from_rows(
+            self.stage.comms.world.gather_rows("state digest", self._word(total)).tolist()
+        )
 
     def check_replicas(self) -> None:
         """Compares what several ranks hold alike: over dp, over tp copies, and tied weights over stages.
@@ -184,39 +187,77 @@ class TrainState:
                 try_=["resume from the last checkpoint", "check the memory of that machine"],
             )
 
-    def load(self, snapshot: Snapshot) -> None:
+    def load(
+        self,
+        snapshot: Snapshot,
+        *,
+        agree: Agree = lambda fault: fault,
+        near: Callable[[int], Collection[int]] = lambda piece: (),
+    ) -> None:
         """Fills counters and tensors from a checkpoint of any layout; weights are the rounding of their masters.
 
-        A checkpoint in another precision is read through its full-precision values.  No rank talks to another here:
-        `complete` follows once all have agreed on the step.
+        A checkpoint in another precision is read through its full-precision values.  Each byte is read by one rank
+        and passed on; `complete` follows once all have agreed on the step.  Collective.
+        Args:    agree: given this rank's fault, "" when there is none, the first fault of any rank.
+                 near: ranks to which a piece of the checkpoint is near, the same on all ranks.
         Raises:  CheckpointError naming what is missing or wrong; the state is then undefined.
         """
         self._load_counters(snapshot.record)
-        saved = {entry.name: entry.dtype for entry in snapshot.manifest.tensors}
-        own = self.ranges()
-        masters = {r.tensor for r in own if r.tensor.endswith("/master")}
+        planned = self.plan()
+        sources = self._sources(planned, snapshot)
         ranges: list[NamedRange] = []
         converted: list[tuple[Tensor, Tensor]] = []
-        for r in own:
-            name, _, kind = r.tensor.partition("/")
-            full = f"{name}/master"
-            if not kind and full in masters:
-                continue  # the rounding of its master
-            if not kind and full in saved and r.data.dtype == self.zero.sum_dtype:
-                ranges.append(replace(r, tensor=full))
-            elif kind == "master" and full not in saved:
-                ranges.append(replace(r, tensor=name))
-            elif not kind and saved.get(name, dtype_name(r.data.dtype)) != dtype_name(r.data.dtype):
-                # A frozen weight has no master, whatever the precision that it was saved in.
-                data = torch.empty_like(r.data, dtype=DTYPES[saved[name]])
-                ranges.append(replace(r, data=data))
+        for r in self.ranges():
+            source = sources[r.tensor]
+            if source is None:
+                continue
+            name, dtype = source
+            data = r.data
+            if dtype != dtype_name(data.dtype):
+                data = torch.empty_like(r.data, dtype=DTYPES[dtype])
                 converted.append((r.data, data))
-            else:
-                ranges.append(r)
-        snapshot.read_into(ranges)
+            ranges.append(replace(r, tensor=name, data=data))
+        plan = [
+            replace(t, name=source[0], dtype=source[1])
+            for t in planned
+            if (source := sources[t.name]) is not None
+        ]
+        read_together(
+            snapshot,
+            plan,
+            ranges,
+            comm=self.stage.comms.world,
+            agree=agree,
+            device=self.zero.device,
+            near=near,
+        )
         for target, data in converted:
             target.copy_(data)
         self.zero.round_masters()
+
+    def _sources(
+        self, planned: Sequence[PlannedTensor], snapshot: Snapshot
+    ) -> dict[str, tuple[str, str] | None]:
+        """Which saved tensor fills which of ours, and its dtype; None: nothing, it follows from others."""
+        saved = {entry.name: entry.dtype for entry in snapshot.manifest.tensors}
+        ours = {t.name for t in planned}
+        full_dtype = dtype_name(self.zero.sum_dtype)
+        sources: dict[str, tuple[str, str] | None] = {}
+        for t in planned:
+            name, _, kind = t.name.partition("/")
+            full = f"{name}/master"
+            if not kind and full in ours:
+                sources[t.name] = None  # the rounding of its master
+            elif not kind and full in saved and t.dtype == full_dtype:
+                sources[t.name] = (full, t.dtype)
+            elif kind == "master" and full not in saved:
+                sources[t.name] = (name, t.dtype)
+            elif not kind:
+                # A frozen weight has no master, whatever the precision that it was saved in.
+                sources[t.name] = (t.name, saved.get(t.name, t.dtype))
+            else:
+                sources[t.name] = (t.name, t.dtype)
+        return sources
 
     def complete(self) -> None:
         """After every rank has loaded: gathers what this layout holds in full."""
