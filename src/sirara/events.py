@@ -9,15 +9,25 @@ beyond the step from which a later one went on (`live`).
     live            attempt 1: step 1 2 3          attempt 2:                  step 4 5 6
 """
 
+import errno
 import json
+import logging
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+
+MOST_WAITING = 100_000
+"""Records that wait for a disk; of more the oldest are lost."""
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Faults of a disk that may pass."""
+
+_log = logging.getLogger("sirara")
 
 BEGINNINGS = ("start", "resume")
 """Kinds of events that say from which step an attempt goes on (`from_step`, 0 when absent)."""
@@ -27,13 +37,19 @@ class JsonLines:
     """The writing end of one JSONL file.
 
     Args:  path: the file; made with its first record.
+           patient: while the disk is full or fails, records wait in memory and are written with the next one that can
+           be, so that who writes goes on; what nobody may lose (`durable`) raises all the same.
            common: fields that every record of this writer carries, like the attempt.
     """
 
-    def __init__(self, path: Path | str, **common: object) -> None:
+    def __init__(self, path: Path | str, *, patient: bool = False, **common: object) -> None:
         self.path = Path(path)
         self._common = common
         self._fd = -1
+        self._torn = False
+        self._patient = patient
+        self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
+        self._lost = 0
 
     def append(self, record: Mapping[str, object], *, durable: bool = False) -> None:
         """Adds one record (with the `time`, unless it has one); `durable` waits until it is on disk.
@@ -43,18 +59,44 @@ class JsonLines:
         full = {"time": round(time.time(), 3), **self._common, **record}
         line = json.dumps(_finite(full), allow_nan=False, separators=(",", ":")).encode() + b"\n"
         try:
-            if self._fd < 0:
-                self._fd, torn = _open(self.path)
-                line = b"\n" + line if torn else line
-            written = os.write(self._fd, line)
-            if written != len(line):
-                # The rest would not be in the same write; the torn line is skipped by readers.
-                self.close()
-                raise OSError(28, f"only {written} of {len(line)} bytes of a record could be written")
+            self._write_waiting()
+            self._write(line)
             if durable:
                 os.fsync(self._fd)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
+            named = OSError(error.errno, error.strerror, str(self.path))
+            if not self._patient or error.errno not in PASSING:
+                raise named from error
+            self._wait(line, named)
+            if durable:
+                raise named from error
+
+    def _write(self, line: bytes) -> None:
+        if self._fd < 0:
+            self._fd, self._torn = _open(self.path)
+        line = b"\n" + line if self._torn else line
+        written = os.write(self._fd, line)
+        if written != len(line):
+            # The rest would not be in the same write; the torn line is skipped by readers.
+            self.close()
+            raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes of a record could be written")
+        self._torn = False
+
+    def _write_waiting(self) -> None:
+        if not self._waiting:
+            return
+        count = len(self._waiting)
+        while self._waiting:
+            self._write(self._waiting[0])
+            self._waiting.popleft()
+        _log.warning("%s takes records again: %d had waited, %d were lost", self.path, count, self._lost)
+        self._lost = 0
+
+    def _wait(self, line: bytes, error: OSError) -> None:
+        if not self._waiting:
+            _log.error("%s; records wait in memory", error)
+        self._lost += len(self._waiting) == MOST_WAITING
+        self._waiting.append(line)
 
     def close(self) -> None:
         """Closes the file; the next `append` opens it again."""

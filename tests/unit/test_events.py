@@ -1,5 +1,6 @@
 """Records survive kills, several writers and resumes."""
 
+import errno
 import json
 import os
 import threading
@@ -114,3 +115,64 @@ def test_iterate_does_not_need_the_whole_file(tmp_path):
         for step in range(3):
             log.append({"step": step})
     assert next(iterate(path))["step"] == 0
+
+
+class Failing:
+    """os.write that fails while `fault` is set; ENOSPC lets the first bytes through, as a full disk does."""
+
+    def __init__(self, monkeypatch):
+        self.fault, self.fired = 0, 0
+        self._write = os.write
+        monkeypatch.setattr("sirara.events.os.write", self)
+
+    def __call__(self, fd, data):
+        if not self.fault:
+            return self._write(fd, data)
+        self.fired += 1
+        if self.fault == errno.ENOSPC and self.fired == 1:
+            return self._write(fd, data[:7])
+        raise OSError(self.fault, os.strerror(self.fault))
+
+
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_patient_writer_keeps_its_records_while_the_disk_is_full(tmp_path, monkeypatch, caplog, fault):
+    disk = Failing(monkeypatch)
+    path = tmp_path / "m.jsonl"
+    with JsonLines(path, patient=True) as log:
+        log.append({"step": 1})
+        disk.fault = fault
+        for step in (2, 3, 4):
+            log.append({"step": step})
+        assert disk.fired == 3 and [r["step"] for r in read(path)] == [1]
+        with pytest.raises(OSError, match=r"m\.jsonl"):
+            log.append({"step": 5}, durable=True)
+        disk.fault = 0
+        log.append({"step": 6}, durable=True)
+    assert [r["step"] for r in read(path)] == [1, 2, 3, 4, 5, 6]
+    assert [r.getMessage().rpartition("; ")[2] for r in caplog.records] == [
+        "records wait in memory",
+        f"{path} takes records again: 4 had waited, 0 were lost",
+    ]
+
+
+def test_of_too_many_waiting_records_the_oldest_are_lost_and_counted(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("sirara.events.MOST_WAITING", 3)
+    disk = Failing(monkeypatch)
+    with JsonLines(tmp_path / "m.jsonl", patient=True) as log:
+        disk.fault = errno.EIO
+        for step in range(5):
+            log.append({"step": step})
+        disk.fault = 0
+        log.append({"step": 5})
+    assert [r["step"] for r in read(tmp_path / "m.jsonl")] == [2, 3, 4, 5]
+    assert "3 had waited, 2 were lost" in caplog.text
+
+
+def test_an_impatient_writer_and_a_fault_that_does_not_pass_raise(tmp_path, monkeypatch):
+    disk = Failing(monkeypatch)
+    disk.fault = errno.EIO
+    with JsonLines(tmp_path / "m.jsonl") as log, pytest.raises(OSError, match=r"m\.jsonl"):
+        log.append({"step": 1})
+    disk.fault = errno.EBADF
+    with JsonLines(tmp_path / "m.jsonl", patient=True) as log, pytest.raises(OSError, match=r"m\.jsonl"):
+        log.append({"step": 1})

@@ -1,5 +1,6 @@
 """`sirara worker`: one training process; started by `run` and `resume`, by hand only to debug one."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -91,6 +92,7 @@ def attempt_config(run: RunFolder, attempt: int) -> str:
 
 def leave(code: int) -> NoReturn:
     """Ends the process without waiting for threads or destructors of a group that is broken."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # they may be a log file on a full disk
+            stream.flush()
     os._exit(code)

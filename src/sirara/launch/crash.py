@@ -6,6 +6,7 @@ that its peer is gone (CommError) comes after the peer.  Survivors write their s
 what they were waiting for.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -87,8 +88,9 @@ def report_failure(run: RunFolder, *, attempt: int, rank: int, error: BaseExcept
         pid=os.getpid(),
     )
     folder = run.crash(attempt)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_durably(folder / f"rank-{rank:05d}.json", json.dumps(asdict(failure), indent=1))
+    with contextlib.suppress(OSError):  # the disk may be what failed: the exit code speaks then
+        folder.mkdir(parents=True, exist_ok=True)
+        write_durably(folder / f"rank-{rank:05d}.json", json.dumps(asdict(failure), indent=1))
     return failure
 
 

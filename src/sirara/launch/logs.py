@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +81,8 @@ def worker_logs(run: RunFolder, *, attempt: int, rank: int, world: int) -> Itera
             os.dup2(streams.stdout_fd, 1)
             os.dup2(streams.stderr_fd, 2)
         console_stream.close()
-        file_stream.close()
+        with suppress(OSError):  # a full disk does not take the last lines; that must not hide why we end
+            file_stream.close()
         records.close()
         os.close(streams.stdout_fd)
         os.close(streams.stderr_fd)
@@ -158,4 +159,5 @@ def _redirect(fd: int) -> None:
 
 def _flush_standard() -> None:
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(OSError):
+            stream.flush()

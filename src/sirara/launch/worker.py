@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sirara.config.run_folder import RunFolder
-from sirara.errors import CommTimeout
+from sirara.errors import CommTimeout, StorageError
 from sirara.events import JsonLines, Record, read
 from sirara.launch.crash import Failure, report_failure, stacks_file
 from sirara.launch.logs import FILE_ONLY, worker_logs
@@ -109,7 +109,7 @@ def work(seat: Seat, entry: Callable[[Requests], Outcome]) -> Result:
                 outcome = entry(requests)
             result = _result(seat, outcome)
             if seat.rank == 0:
-                _append_event(seat, {"kind": END, **result.as_record()})
+                _record_end(seat, result)
         except BaseException as error:
             _tell(seat, report_failure(seat.run, attempt=seat.attempt, rank=seat.rank, error=error))
             file_log.error("%s", error, exc_info=error)
@@ -148,6 +148,19 @@ def _tell(seat: Seat, failure: Failure) -> None:
     event = {"kind": "error", "rank": failure.rank, "error": failure.summary, "exit_code": failure.exit_code}
     with contextlib.suppress(OSError):  # the disk may be what failed; the report and the exit code remain
         _append_event(seat, {**event, "secondary": failure.secondary})
+
+
+def _record_end(seat: Seat, result: Result) -> None:
+    try:
+        _append_event(seat, {"kind": END, **result.as_record()})
+    except OSError as fault:
+        raise StorageError(
+            f"the end of the run could not be recorded: {fault}",
+            code="SR604",
+            where=str(seat.run.events),
+            why=f"{result.reason} at step {result.step}",
+            try_=[f"sirara resume {seat.run.id}   (its checkpoint is committed)"],
+        ) from fault
 
 
 def _append_event(seat: Seat, event: Record) -> None:
