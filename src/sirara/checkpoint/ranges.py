@@ -1,12 +1,14 @@
 """What the training state gives to a checkpoint and takes from it: named ranges of logical tensors."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from sirara.errors import InvariantError
-from sirara.pure.layout import Box
+from sirara.pure.layout import Box, box_runs
+from sirara.pure.saveplan import ITEM_BYTES, SavePlan
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -62,3 +64,43 @@ class NamedRange:
 def host_bytes(data: torch.Tensor) -> np.ndarray:
     """The bytes of a contiguous tensor as uint8; a view when it lives on the host, otherwise a copy."""
     return data.detach().cpu().view(torch.uint8).numpy() if data.numel() else np.empty(0, np.uint8)
+
+
+class Sources:
+    """Finds the memory of a piece among a rank's ranges."""
+
+    def __init__(self, ranges: Sequence[NamedRange]) -> None:
+        self._parts: dict[str, list[tuple[Box, np.ndarray]]] = {}
+        self._item: dict[str, int] = {}
+        for r in ranges:
+            r.check()
+            item = ITEM_BYTES[dtype_name(r.data.dtype)]
+            raw, at = host_bytes(r.data), 0
+            for box in r.boxes:
+                size = box.volume * item
+                self._parts.setdefault(r.tensor, []).append((box, raw[at : at + size]))
+                at += size
+            self._item[r.tensor] = item
+
+    def bytes_of(self, tensor: str, box: Box) -> memoryview:
+        for held, raw in self._parts.get(tensor, ()):
+            if not box.within(held):
+                continue
+            item = self._item[tensor]
+            runs = box_runs(held.size, box.relative_to(held))
+            if len(runs) == 1:
+                return raw[runs[0][0] * item : runs[0][1] * item].data
+            return np.concatenate([raw[a * item : b * item] for a, b in runs]).data
+        raise InvariantError(f"{tensor}{box} is planned for this rank, but it gave no range that holds it")
+
+
+def check_ranges(plan: SavePlan, rank: int, ranges: Sequence[NamedRange]) -> None:
+    """Raises InvariantError when a range differs from what the plan says about its tensor."""
+    planned: Mapping[str, tuple[str, tuple[int, ...]]] = {t.name: (t.dtype, t.shape) for t in plan.tensors}
+    for r in ranges:
+        found = (dtype_name(r.data.dtype), tuple(r.shape))
+        if planned.get(r.tensor) != found:
+            raise InvariantError(
+                f"rank {rank} gives {r.tensor} as {found}, "
+                f"the plan has {planned.get(r.tensor, 'no such tensor')}"
+            )

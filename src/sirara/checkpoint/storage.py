@@ -16,6 +16,7 @@ from sirara.errors import CheckpointError, StorageError
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _MOST_BUFFERS = 1024  # IOV_MAX on Linux
 _SYNC_FILE_RANGE_WRITE = 2
+_DIRECT_BYTES = 64 << 20  # in one call: a signal is heard between two
 
 
 class Disk:
@@ -26,6 +27,9 @@ class Disk:
         # Starting write-back early lets the device work while the next pieces are hashed and copied. Linux
         # only, a hint.
         self._sync_file_range: Callable[..., int] | None = getattr(ctypes.CDLL(None), "sync_file_range", None)
+        self._fallocate: Callable[..., int] | None = getattr(
+            ctypes.CDLL(None, use_errno=True), "fallocate", None
+        )
 
     def touch(self, effect: str, path: Path) -> None:
         """Called before each effect; for tests."""
@@ -48,6 +52,52 @@ class Disk:
             return fd
         except OSError as fault:
             raise storage_error(fault, path) from fault
+
+    def open_direct(self, path: Path) -> int | None:
+        """A second descriptor, past the page cache; None where the file system has none."""
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+        except OSError as fault:
+            if fault.errno == errno.EINVAL:
+                return None
+            raise storage_error(fault, path) from fault
+
+    def allocate(self, fd: int, path: Path, position: int, length: int) -> None:
+        """Reserves the blocks of a range, so that a full disk or a quota shows before anything is written.
+
+        The system call, not posix_fallocate: where the file system cannot, that one writes into blocks which other
+        ranks may be writing; here nothing is done then.
+        """
+        try:
+            self.touch("allocate", path)
+            if length and self._fallocate is not None:
+                self.fallocate(fd, position, length)
+        except OSError as fault:
+            if fault.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
+                return
+            raise storage_error(fault, path, asked=length) from fault
+
+    def fallocate(self, fd: int, position: int, length: int) -> None:
+        """The bare call. Raises OSError."""
+        if self._fallocate is not None and self._fallocate(
+            ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_int64(position), ctypes.c_int64(length)
+        ):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+
+    def write_direct(self, fd: int, direct: int, path: Path, data: memoryview, position: int) -> None:
+        """Whole blocks from aligned memory past the page cache; through `fd` what the file system does not take
+        that way."""
+        at = 0
+        while at < len(data):
+            try:
+                self.touch("write", path)
+                at += self.pwrite(direct, [data[at : at + _DIRECT_BYTES]], position + at)
+            except OSError as fault:
+                if fault.errno != errno.EINVAL:
+                    raise storage_error(fault, path, asked=len(data) - at) from fault
+                self.write(fd, path, [data[at:]], position + at)
+                return
 
     def write(self, fd: int, path: Path, buffers: Sequence[memoryview], position: int) -> int:
         """Writes the buffers one after the other from `position` on; returns the position behind them."""
