@@ -148,6 +148,7 @@ class Rule:
     """One fault of the proxy: what happens to the next `times` requests that `match`; `fired` counts them.
 
     kind: "503" refuse; "reset" take half of the request, then reset; "lost" do it, then reset in place of the answer;
+    "gone" do it, then answer that there is no such upload, as some stores do to the repetition of a lost one;
     "twice" do it twice and give the second answer; "flip" change a bit of the request's body; "cut" half of the answer,
     then reset; "rot" change a bit of the answer's body; "stall" hold the request until `release` is set.
     """
@@ -243,6 +244,9 @@ class FaultProxy:
             status, answer_headers, answer = self._forward(method, target, headers, body)
         if kind == "lost":
             return _reset(client)
+        if kind == "gone":
+            status, answer = 404, b"<Error><Code>NoSuchUpload</Code><Message>no such upload</Message></Error>"
+            answer_headers = [("Content-Length", str(len(answer)))]
         if kind == "rot":
             answer = answer[:-1] + bytes([answer[-1] ^ 1])
         head = f"HTTP/1.1 {status} x\r\n" + "".join(f"{n}: {v}\r\n" for n, v in answer_headers)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,10 +55,20 @@ class Step:
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Step]:
-    """Steps 10, 20 and 30 of one run; each has one file of two parts and several small ones."""
-    folder, found = tmp_path_factory.mktemp("run"), {}
-    for step in (10, 20, 30):
-        state = small_state(step) | {"big.weight": torch.full((5 << 20,), float(step))}
+    """Steps 10 and 20 of one run; each has one file of two parts and several small ones."""
+    return saved(tmp_path_factory.mktemp("run"), (10, 20), {"big.weight": (5 << 20) + 1})
+
+
+@pytest.fixture(scope="module")
+def small_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Step]:
+    """Steps 10, 20 and 30 of one run with small files alone."""
+    return saved(tmp_path_factory.mktemp("run"), (10, 20, 30), {"big.weight": 999})
+
+
+def saved(folder: Path, steps: Sequence[int], more: dict[str, int]) -> dict[int, Step]:
+    found = {}
+    for step in steps:
+        state = small_state(step) | {name: torch.full((size,), float(step)) for name, size in more.items()}
         path = save(folder, step, state, even(state, 2), keep_last=9)
         raw = (path / MANIFEST).read_bytes()
         found[step] = Step(path, state, raw, parse_manifest(raw, where="here"))
@@ -130,6 +140,7 @@ SMALL = ("PUT", "config.json")
         ("503", COMPLETE),
         ("lost", COMPLETE),
         ("twice", COMPLETE),
+        ("gone", COMPLETE),
         ("reset", BEGIN),
         ("flip", SMALL),
         ("lost", SMALL),
@@ -206,9 +217,9 @@ def test_a_killed_server_comes_back_while_an_upload_waits(tier, proxy, server, s
     assert store.scrub(20) == store.scrub(10) == []
 
 
-def test_a_store_that_cannot_be_asked_is_an_error_and_never_empty(tier, proxy, steps):
+def test_a_store_that_cannot_be_asked_is_an_error_and_never_empty(tier, proxy, small_steps):
     """Neither a refusal nor a silence reads as "no checkpoints"."""
-    upload(tier(), steps[10])
+    upload(tier(), small_steps[10])
     store = tier(patience_s=0.3)
     rule = proxy.break_next("503", lambda method, target: method == "GET" and "list-type" in target, times=99)
     with pytest.raises(StorageError, match="did not list run-1/ within") as refused:
@@ -221,11 +232,11 @@ def test_a_store_that_cannot_be_asked_is_an_error_and_never_empty(tier, proxy, s
         store.steps()
     assert silent.value.where.startswith("s3://bucket/")
     with pytest.raises(StorageError, match="did not"):
-        store.upload_part(steps[10].path, steps[10].manifest, 0, 1)
+        store.upload_part(small_steps[10].path, small_steps[10].manifest, 0, 1)
 
 
-def test_what_a_repetition_cannot_cure_is_said_at_once(tier, proxy, steps):
-    upload(tier(), steps[10])
+def test_what_a_repetition_cannot_cure_is_said_at_once(tier, proxy, small_steps):
+    upload(tier(), small_steps[10])
     proxy.clear()
     with pytest.raises(StorageError, match="refuses to list run-1/") as refused:
         tier(secret_access_key="wrong").steps()
@@ -305,16 +316,16 @@ def test_a_damaged_step_folder_is_not_uploaded_and_every_rank_is_told(tier, step
     assert store.bucket.objects("run-1/") == []
 
 
-def test_a_rank_that_does_not_report_is_named(tier, steps):
-    store, step = tier(), steps[10]
+def test_a_rank_that_does_not_report_is_named(tier, small_steps):
+    store, step = tier(), small_steps[10]
     store.upload_part(step.path, step.manifest, 1, WORLD)
     with pytest.raises(CommTimeout, match="lacks 2 of 3 ranks: 0, 2"):
         store.commit(step.raw, world=WORLD, deadline_s=0.2)
     assert store.steps() == []
 
 
-def test_one_save_is_committed_once(tier, steps):
-    store, step = tier(), steps[10]
+def test_one_save_is_committed_once(tier, small_steps):
+    store, step = tier(), small_steps[10]
     first = upload(store, step)
     assert store.commit(step.raw, world=WORLD, deadline_s=30.0).uuid == first.uuid  # the same bytes: no harm
     record = {"step": 10, "tokens": 7}
@@ -328,10 +339,10 @@ def test_one_save_is_committed_once(tier, steps):
         store.discard(10, step.manifest.uuid)
 
 
-def test_objects_that_changed_under_a_commit_are_named(tier, steps):
-    store, step = tier(), steps[10]
+def test_objects_that_changed_under_a_commit_are_named(tier, small_steps):
+    store, step = tier(), small_steps[10]
     upload(store, step)
-    other = steps[20]
+    other = small_steps[20]
     moments = next(f.name for f in step.manifest.files if f.name.startswith("optim"))
 
     # Of another save, with the same size: the hashes tell, the header says whose it is.
@@ -341,7 +352,7 @@ def test_objects_that_changed_under_a_commit_are_named(tier, steps):
     faults = [str(f) for f in store.scrub(10)]
     assert any("big.weight" in f for f in faults)
     assert f"the object belongs to another save (step 20, uuid {other.manifest.uuid})" in "\n".join(faults)
-    with pytest.raises(CheckpointError, match=r"big.weight.*belongs to another save"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors.*belongs to another save"):
         load(snapshot(store, 10), step.state)
 
     # Something that nobody put into the manifest.
@@ -361,18 +372,18 @@ def test_objects_that_changed_under_a_commit_are_named(tier, steps):
         store.open(10)
 
 
-def test_a_save_copied_to_another_step_is_refused(tier, steps):
+def test_a_save_copied_to_another_step_is_refused(tier, small_steps):
     store = tier()
-    upload(store, steps[10])
-    store.bucket.put(key(steps[20], MANIFEST), steps[10].raw)
+    upload(store, small_steps[10])
+    store.bucket.put(key(small_steps[20], MANIFEST), small_steps[10].raw)
     assert [s.step for s in store.steps()] == [20, 10]
     with pytest.raises(CheckpointError, match=r"holds step 10 of run 'run-1'.*it was copied here"):
         store.open(20)
 
 
-def test_a_deletion_takes_the_commit_first(tier, proxy, steps):
+def test_a_deletion_takes_the_commit_first(tier, proxy, small_steps):
     store = tier()
-    upload(store, steps[10])
+    upload(store, small_steps[10])
     proxy.clear()
     patient = tier(patience_s=0.2)
     deletes: list[int] = []
@@ -387,15 +398,15 @@ def test_a_deletion_takes_the_commit_first(tier, proxy, steps):
     assert rule.fired >= 1
     proxy.clear()
     assert store.steps() == []
-    assert store.bucket.head(key(steps[10], BIG)) is not None
-    assert tier(attempt=2).clean().saves == (f"step-{10:09d}/{steps[10].manifest.uuid}",)
+    assert store.bucket.head(key(small_steps[10], BIG)) is not None
+    assert tier(attempt=2).clean().saves == (f"step-{10:09d}/{small_steps[10].manifest.uuid}",)
     assert store.bucket.objects("run-1/") == []
 
 
-def test_retention_keeps_the_last_ones_and_those_that_are_wanted(tier, steps):
+def test_retention_keeps_the_last_ones_and_those_that_are_wanted(tier, small_steps):
     store = tier()
     for step in (10, 20, 30):
-        upload(store, steps[step])
+        upload(store, small_steps[step])
     with pytest.raises(InvariantError, match="step 40 is not committed"):
         store.retain(newest=40, keep_last=1, keep_every=None)
     assert store.retain(newest=30, keep_last=3, keep_every=None) == []
