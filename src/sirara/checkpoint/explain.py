@@ -1,0 +1,214 @@
+"""Why a run goes on from the step it goes on from: every save in every place, what is whole, and what is not.
+
+    step folders, leftovers ─┐
+    images and parity        ├─► per save: which pieces are where ─► whole or not ─► the newest whole one is taken
+    objects                  │
+    events of the run        ┘   saves that failed, were skipped, are gone; what the last resume said
+
+Sizes and descriptions are looked at, not every byte: `ckpt verify` does that.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sirara.checkpoint.copies import Copy
+from sirara.checkpoint.pins import is_pinned
+from sirara.checkpoint.places import Places, copies_of, manifests_of
+from sirara.checkpoint.reader import check_identity, read_manifest, size_faults
+from sirara.checkpoint.retention import is_verified
+from sirara.checkpoint.steps import committed_steps, incomplete_steps, step_name
+from sirara.errors import CheckpointError, StorageError
+from sirara.events import BEGINNINGS, Record
+from sirara.pure.manifest import MANIFEST, Manifest, parse_manifest
+
+MOST_UNSAVED = 10
+"""So many of the newest saves that the journal knows and no place has are told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One place that has something of a save. pieces: how many of the save's `total` are there."""
+
+    place: str
+    pieces: int
+    total: int
+    what: str
+
+    @property
+    def whole(self) -> bool:
+        return self.pieces == self.total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """One save of the run: where it is, and whether a resume can take it from there.
+
+    missing: pieces that no place has.  why: when it cannot be taken, the reason.
+    """
+
+    step: int
+    uuid: str
+    attempt: int
+    found: tuple[Found, ...]
+    missing: int = 0
+    why: str = ""
+
+    @property
+    def restorable(self) -> bool:
+        return not self.why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Saves newest first; taken: the one that a resume takes now.
+
+    unsaved: steps that the journal speaks of and no place has, with the reason.  leftovers: folders of saves or
+    deletions that did not end.  resumed: the newest resume event, None when there was none.  unasked: places that could
+    not be asked.
+    """
+
+    run: str
+    folder: Path
+    saves: tuple[Save, ...]
+    unsaved: tuple[tuple[int, str], ...]
+    leftovers: tuple[tuple[str, str], ...]
+    resumed: Mapping[str, Any] | None
+    unasked: tuple[str, ...]
+
+    @property
+    def taken(self) -> Save | None:
+        return next((save for save in self.saves if save.restorable), None)
+
+
+@dataclass
+class _Case:
+    """What is collected about one save: its manifest and which pieces of it are where."""
+
+    manifest: Manifest
+    held: np.ndarray
+    found: list[Found] = field(default_factory=list)
+    folder_fault: str = ""
+
+    def add(self, place: str, has: np.ndarray, what: str) -> None:
+        self.held |= has
+        self.found.append(Found(place=place, pieces=int(has.sum()), total=len(has), what=what))
+
+
+def explain(folder: Path, places: Places, events: Sequence[Record] = ()) -> Explanation:
+    """Looks at the checkpoints folder of a run, the other places, and the run's events.
+
+    Raises:  StorageError when the folder cannot be read.
+    """
+    cases: dict[str, _Case] = {}
+    broken: list[Save] = []
+    for step in committed_steps(folder):
+        fault = _folder_case(folder / step_name(step), step, places.run, cases)
+        if fault:
+            found = Found(place="disk", pieces=0, total=1, what=fault)
+            broken.append(Save(step=step, uuid="", attempt=0, found=(found,), why=fault))
+    manifests, unasked = manifests_of(places)
+    for manifest, _ in manifests:
+        if manifest.run == places.run:
+            cases.setdefault(manifest.uuid, _new_case(manifest))
+    for case in cases.values():
+        copies, more = copies_of(places, case.manifest)
+        unasked += more
+        for copy in copies:
+            case.add(copy.name, _has(copy, len(case.held)), "committed")
+    saves = [_judged(case) for case in cases.values()]
+    # A torn manifest on disk is no loss when another place has this step.
+    whole = {save.step for save in saves if save.restorable}
+    saves += [save for save in broken if save.step not in whole]
+    saves.sort(key=lambda save: (save.step, save.attempt), reverse=True)
+    return Explanation(
+        run=places.run,
+        folder=folder,
+        saves=tuple(saves),
+        unsaved=tuple(_unsaved(events, {save.step for save in saves})),
+        leftovers=tuple(
+            (name, _why_left(name)) for name in (incomplete_steps(folder) if folder.exists() else [])
+        ),
+        resumed=next((e for e in reversed(events) if e.get("kind") == "resume"), None),
+        unasked=tuple(dict.fromkeys([*places.unasked, *unasked])),
+    )
+
+
+def _new_case(manifest: Manifest) -> _Case:
+    return _Case(manifest=manifest, held=np.zeros(len(manifest.pieces), bool))
+
+
+def _folder_case(path: Path, step: int, run: str, cases: dict[str, _Case]) -> str:
+    """Adds what a step folder holds; returns why it counts as nothing."""
+    try:
+        manifest = parse_manifest(read_manifest(path), where=str(path / MANIFEST))
+        check_identity(manifest, str(path), run=run or None, step=step)
+        faults = size_faults(path, manifest)
+    except (CheckpointError, StorageError) as fault:
+        return fault.what
+    case = cases.setdefault(manifest.uuid, _new_case(manifest))
+    bad = {name for name, _ in faults}
+    good = np.array([f.name not in bad for f in manifest.files], bool)
+    mark = "verified" if is_verified(path, uuid=manifest.uuid) else "committed, never read back"
+    case.folder_fault = "; ".join(f"{name} {fault}" for name, fault in faults)
+    what = case.folder_fault or mark
+    has = good[manifest.pieces.file] if len(case.held) else case.held
+    case.add("disk", has, what + (", pinned" if is_pinned(path) else ""))
+    return ""
+
+
+def _has(copy: Copy, pieces: int) -> np.ndarray:
+    return np.fromiter((copy.locate(i) is not None for i in range(pieces)), bool, pieces)
+
+
+def _judged(case: _Case) -> Save:
+    m = case.manifest
+    lost = np.flatnonzero(~case.held)
+    why = ""
+    if lost.size:
+        first = int(lost[0])
+        tensor = m.tensors[int(m.pieces.tensor[first])].name
+        why = f"{lost.size} of {len(case.held)} pieces are nowhere, the first is {tensor}{m.box(first)}"
+    elif case.folder_fault and len(case.found) == 1:
+        why = case.folder_fault  # no piece is missing, but a folder that is not whole is not opened
+    return Save(
+        step=m.step, uuid=m.uuid, attempt=m.attempt, found=tuple(case.found), missing=int(lost.size), why=why
+    )
+
+
+def _unsaved(events: Sequence[Record], known: set[int]) -> list[tuple[int, str]]:
+    """Newest first: steps that were saved, or should have been, and are in no place."""
+    said: dict[int, str] = {}
+    for event in events:
+        kind, step = event.get("kind"), event.get("step")
+        if kind in BEGINNINGS:
+            # What an older attempt did beyond the step from which this one went on is no part of the run any more.
+            said = {s: why for s, why in said.items() if s <= int(event.get("from_step") or 0)}
+        elif not isinstance(step, int):
+            continue
+        elif kind == "save":
+            said[step] = "was saved and is gone: deleted by retention, by hand, or with its node"
+        elif kind == "save_failed":
+            said[step] = f"could not be saved: {_first_line(event.get('error'))}"
+        elif kind == "save_skipped":
+            said[step] = f"was not saved: {_first_line(event.get('why')) or 'a save was still running'}"
+    gone = sorted((step for step in said if step not in known), reverse=True)
+    return [(step, said[step]) for step in gone[:MOST_UNSAVED]]
+
+
+def _first_line(text: object) -> str:
+    return str(text or "").partition("\n")[0]
+
+
+def _why_left(name: str) -> str:
+    if ".tmp-" in name:
+        attempt = int(name.partition(".tmp-")[2][:8], 16)
+        return f"a save of attempt {attempt} that did not end, or has not yet"
+    if ".gone-" in name:
+        return "a deletion that did not end"
+    if ".old-" in name:
+        return "moved aside by a save of the same step that did not end"
+    return f"it has no {MANIFEST}: a deletion that did not end, or somebody removed it"

@@ -1,0 +1,123 @@
+"""What tools find in the folders of nodes: images, parity decoded without a server, what is bad in them."""
+
+import json
+import shutil
+from itertools import combinations
+
+import pytest
+
+from sirara.checkpoint.generation import GenerationStore
+from sirara.checkpoint.places import NodeStore, Places, copies_of, manifests_of, places_of
+from sirara.checkpoint.reader import Snapshot
+from sirara.checkpoint.scrub_places import scrub_places, torn
+from sirara.config.run_folder import RunFolder
+from sirara.errors import CheckpointError
+from tests.checkpoints import differing, even, flip_bit, load, save, small_state
+from tests.node_copies import keep_images, keep_parity, plan_like
+
+WORLD = 5
+
+
+@pytest.fixture
+def step(tmp_path):
+    state = small_state(3)
+    return save(tmp_path / "run", 4, state, even(state, WORLD))
+
+
+@pytest.fixture
+def plan():
+    return plan_like(small_state(3), even(small_state(3), WORLD))
+
+
+def places(root, nodes=range(WORLD)):
+    stores = tuple(
+        NodeStore(name=f"memory of node {n}", store=GenerationStore(root / f"node-{n}", "run-1"))
+        for n in nodes
+    )
+    return Places(run="run-1", stores=stores)
+
+
+def read(step, root, nodes=range(WORLD)):
+    """The state over the copies of these nodes alone."""
+    manifest = Snapshot(step).manifest
+    copies, unasked = copies_of(places(root, nodes), manifest)
+    assert not unasked
+    return load(Snapshot.over(manifest, copies), small_state(3))
+
+
+def test_images_of_all_nodes_are_the_whole_state(step, plan, tmp_path):
+    keep_images(tmp_path / "nodes", step, plan, WORLD)
+    assert differing(read(step, tmp_path / "nodes"), small_state(3)) == []
+    with pytest.raises(CheckpointError, match="good in none of 4 copies"):
+        read(step, tmp_path / "nodes", nodes=range(4))
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_any_m_lost_nodes_are_decoded_and_one_more_is_not(step, plan, tmp_path, m):
+    root = tmp_path / "nodes"
+    keep_images(root, step, plan, WORLD)
+    keep_parity(root, step, plan, WORLD, m)
+    for lost in combinations(range(WORLD), m):
+        left = [n for n in range(WORLD) if n not in lost]
+        assert differing(read(step, root, left), small_state(3)) == []
+    for lost in combinations(range(WORLD), m + 1):
+        with pytest.raises(CheckpointError, match="good in none"):
+            read(step, root, [n for n in range(WORLD) if n not in lost])
+
+
+def test_a_damaged_image_is_found_by_its_hash_and_read_from_parity(step, plan, tmp_path):
+    root = tmp_path / "nodes"
+    keep_images(root, step, plan, WORLD)
+    keep_parity(root, step, plan, WORLD, 1)
+    image = next((root / "node-2").rglob("image-2"))
+    found = list(scrub_places(places(root)))
+    assert len(found) == 2 * WORLD and not any(s.faults for s in found) and all(s.committed for s in found)
+    stored = GenerationStore(root / "node-2", "run-1").inventory()[0]
+    at = int(GenerationStore(root / "node-2", "run-1").image(4, stored.uuid, 2).position[0])
+    flip_bit(image, at)
+    bad = [s for s in scrub_places(places(root), 4) if s.faults]
+    assert [(s.place, s.what) for s in bad] == [("memory of node 2", "image of rank 2")]
+    assert len(bad[0].faults) == 1 and bad[0].faults[0].endswith("does not match its hash")
+    assert list(scrub_places(places(root), 5)) == []
+
+
+def test_a_damaged_block_of_parity_is_named(step, plan, tmp_path):
+    root = tmp_path / "nodes"
+    keep_parity(root, step, plan, WORLD, 1)
+    flip_bit(next(p for p in (root / "node-1").rglob("parity-*") if p.suffix != ".json"), 5)
+    bad = [s for s in scrub_places(places(root)) if s.faults]
+    assert len(bad) == 1 and bad[0].place == "memory of node 1" and "parity" in bad[0].faults[0]
+
+
+def test_uncommitted_and_torn_things_are_told_apart(step, plan, tmp_path):
+    root = tmp_path / "nodes"
+    keep_images(root, step, plan, WORLD, commit=False)
+    assert not any(s.committed for s in scrub_places(places(root)))
+    assert manifests_of(places(root)) == ([], []) and torn(places(root)) == []
+    next((root / "node-0").rglob("rank-0.json")).write_text("{")
+    assert len(torn(places(root))) == 1 and "rank-0.json" in torn(places(root))[0]
+
+
+def test_the_places_of_a_run_are_those_of_its_configuration(step, plan, tmp_path):
+    run = tmp_path / "demo"
+    run.mkdir()
+    (run / "run.json").write_text(json.dumps({"format": 1, "run": "run-1"}))
+    (run / "config.yaml").write_text(
+        f"""\
+name: demo
+model: {{family: llama, layers: 1, hidden: 32, heads: 2, ffn: 64, vocab: 61, max_seq: 32}}
+data: {{train: [{{path: store}}], seq_len: 32}}
+train: {{steps: 9, global_batch: 2, micro_batch: 2, optimizer: {{name: adamw, lr: 0.1}}}}
+checkpoint:
+  tiers: [{{tier: memory, path: "{tmp_path}/nodes/node-{{node}}"}}, disk]
+"""
+    )
+    keep_images(tmp_path / "nodes", step, plan, WORLD, nodes=[0, 3])
+    found = places_of(RunFolder(run))
+    assert [at.name for at in found.stores] == ["memory of node 0", "memory of node 3"]
+    assert found.run == "run-1" and found.unasked == ()
+    assert [place for _, place in manifests_of(found, 4)[0]] == ["memory of node 0", "memory of node 3"]
+    shutil.rmtree(tmp_path / "nodes" / "node-0")
+    assert [at.name for at in places_of(RunFolder(run)).stores] == ["memory of node 3"]
+    (run / "config.yaml").write_text("name: demo\n")
+    assert "config.yaml names: model is missing" in places_of(RunFolder(run)).unasked[0]
