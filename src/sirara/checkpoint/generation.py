@@ -306,7 +306,7 @@ class GenerationStore:
             if (step, uuid) == starting:
                 continue
             commit = self._is_committed(folder, step, uuid)
-            names = names_in(folder) if folder.exists() else set()
+            names = _names(folder)
             items = {name.removesuffix(".part").removesuffix(".json") for name in names}
             items = {_item(name) for name in items if _item(name)}
             for item in items if only is None else items & {only}:
@@ -318,7 +318,9 @@ class GenerationStore:
                     gone = item in committed or starting is not None
                 if gone:
                     self._remove_item(folder, item, names)
-            self._remove_if_empty(folder)
+            if commit or committed:
+                # A newer one may be empty because another keeper has just made it.
+                self._remove_if_empty(folder)
 
     def _remove_item(self, folder: Path, item: str, names: set[str]) -> None:
         # The description first: without it the rest is nothing.
@@ -328,7 +330,7 @@ class GenerationStore:
                 self.disk.remove(folder / name)
 
     def _remove_if_empty(self, folder: Path) -> None:
-        if folder.exists() and names_in(folder) <= {MANIFEST}:
+        if _names(folder) <= {MANIFEST}:
             self.disk.remove_tree(folder)
 
     # ---- reading
@@ -345,10 +347,7 @@ class GenerationStore:
         generations = sorted(self._generations(), key=lambda g: (_attempt(g[1]), g[0]), reverse=True)
         for step, uuid, folder in generations:
             committed = self._is_committed(folder, step, uuid)
-            try:
-                names = names_in(folder)
-            except StorageError:
-                continue  # dropped meanwhile
+            names = _names(folder)
             if MANIFEST in names and not committed:
                 yield f"{folder / MANIFEST} is torn, damaged or of another save"
             described = set()
@@ -495,6 +494,16 @@ class GenerationStore:
         names = names_in(self.folder) if self.folder.exists() else set()
         matches = ((name, _FOLDER.fullmatch(name)) for name in names)
         return [(int(found[1]), found[2], self.folder / name) for name, found in matches if found]
+
+
+def _names(folder: Path) -> set[str]:
+    """Names in a folder; none when it was dropped meanwhile."""
+    try:
+        return names_in(folder)
+    except StorageError:
+        if folder.exists():
+            raise
+        return set()
 
 
 def _attempt(uuid: str) -> int:
