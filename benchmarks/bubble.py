@@ -84,14 +84,13 @@ def work(spec):
     from sirara.comm.world import World, world_comm
     from sirara.parallel.pipeline import Hidden, Pipeline, Work
     from sirara.parallel.stage import Inputs
-    from sirara.pure.schedule import chunks_of, schedule
 
     rank, ranks, name = int(os.environ["RANK"]), spec["ranks"], spec["name"]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{spec['store']}", rank=rank, world_size=ranks)
     notes = defaultdict(list)
     if spec["asleep"]:
-        table = schedule(name, ranks=ranks, chunks=chunks_of(name, "auto"), microbatches=MICROBATCHES)
+        table = played(name, ranks)
         comm = world_comm(
             World(rank=rank, size=ranks, local_rank=rank, local_size=ranks, node=0), timeout_s=60
         )
@@ -161,12 +160,19 @@ def work(spec):
     os._exit(0)
 
 
-def simulated(name, ranks, costs):
-    """The simulator's result for costs like {"F0": seconds, "B0": ...}; what a table does not use counts nothing."""
-    from sirara.pure.schedule import chunks_of, schedule
-    from sirara.pure.simulate import Costs, simulate
+def played(name, ranks):
+    """The table as a run plays it: dx is sent before weight gradients are made."""
+    from sirara.pure.schedule import chunks_of, schedule, sending_early
 
     table = schedule(name, ranks=ranks, chunks=chunks_of(name, "auto"), microbatches=MICROBATCHES)
+    return sending_early(table)
+
+
+def simulated(name, ranks, costs):
+    """The simulator's result for costs like {"F0": seconds, "B0": ...}; what a table does not use counts nothing."""
+    from sirara.pure.simulate import Costs, simulate
+
+    table = played(name, ranks)
 
     def column(kind):
         return tuple(costs.get(f"{kind}{s}", 0.0) for s in range(table.stages))

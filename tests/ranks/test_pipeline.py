@@ -3,6 +3,7 @@
 import gc
 import time
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from sirara.comm.world import World, axis_comm, world_comm
 from sirara.errors import CommError, InvariantError
 from sirara.parallel.pipeline import Hidden, Pipeline, Work
 from sirara.parallel.stage import Inputs
-from sirara.pure.schedule import Kind, schedule
+from sirara.pure.schedule import Kind, schedule, sending_early
 from tests.harness import run_ranks
 
 VOCAB, D, BLOCKS, B, L = 19, 8, 6, 2, 5
@@ -28,6 +29,7 @@ CASES = [
     *(("interleaved", chunks, ranks) for chunks, ranks in ((2, 1), (2, 2), (4, 2), (2, 4))),
     *(("zb-v", 2, ranks) for ranks in (1, 2, 4)),
 ]
+EARLY = [("gpipe", 1, 2), ("1f1b", 1, 2), ("1f1b", 1, 4), ("interleaved", 2, 2), ("interleaved", 2, 4)]
 
 
 class Boom(Exception):
@@ -114,8 +116,18 @@ def comm_here(direct: bool) -> Comm:
     return world_comm(world, timeout_s=15.0, direct=direct)
 
 
-def pipeline_of(name: str, chunks: int, microbatches: int, comm: Comm, fail: Any = None, **more: Any) -> Any:
+def pipeline_of(
+    name: str,
+    chunks: int,
+    microbatches: int,
+    comm: Comm,
+    fail: Any = None,
+    *,
+    early: bool = False,
+    **more: Any,
+) -> Any:
     table = schedule(name, ranks=comm.size, chunks=chunks, microbatches=microbatches)
+    table = sending_early(table) if early else table
     mine = {s: ToyChunk(s, table.stages, fail) for s in table.stages_of(comm.rank)}
     mail = Mail(comm, **more) if comm.size > 1 else None
     hidden = Hidden(size=D, dtype=torch.float32)
@@ -135,10 +147,17 @@ def leave_together(*, connected: bool = True) -> None:
 
 
 def train(
-    name: str, chunks: int, microbatches: int, works: int, direct: bool, slots: int = 512, ways: Any = None
+    name: str,
+    chunks: int,
+    microbatches: int,
+    works: int,
+    direct: bool,
+    slots: int = 512,
+    ways: Any = None,
+    early: bool = False,
 ) -> Any:
     """Losses, gradients by parameter number, order of weight gradients and ghosts of two steps on this rank."""
-    pipeline = pipeline_of(name, chunks, microbatches, comm_here(direct), slots=slots)
+    pipeline = pipeline_of(name, chunks, microbatches, comm_here(direct), early=early, slots=slots)
     if ways is not None:
         pipeline.mail._carrier = LibraryCarrier(pipeline.mail.comm, torch.device("cpu"), ways=ways)
     losses = []
@@ -181,6 +200,59 @@ def test_losses_and_gradients_have_the_bits_of_one_process(
         assert all(count == 2 * halves * (microbatches - works) for count in ghosts.values())
         for order in orders.values():
             assert order == [3 * i + step for step in range(2) for i in range(works)]
+
+
+@pytest.mark.parametrize(("name", "chunks", "ranks"), EARLY)
+@pytest.mark.parametrize(("microbatches", "works"), [(8, 5), (3, 3), (1, 1)])
+def test_sending_dx_before_weight_gradients_keeps_the_bits_of_one_process(
+    name: str, chunks: int, ranks: int, microbatches: int, works: int
+) -> None:
+    losses, grads, _, _ = oracle(works)
+    answers = run_ranks(ranks, train, name, chunks, microbatches, works, True, 512, None, True)
+    assert [x for answer in answers for x in answer[0]] == losses
+    assert {key: grad for answer in answers for key, grad in answer[1].items()} == grads
+    for _, _, orders, ghosts in answers:
+        for stage, order in orders.items():
+            assert order == [3 * i + step for step in range(2) for i in range(works)]
+            # The first stage sends no dx: its backward stays whole.
+            assert ghosts[stage] == 2 * (2 if stage == 0 else 3) * (microbatches - works)
+
+
+def waits_for_the_stage_before(early: bool) -> str:
+    """The last stage makes no weight gradient of a microbatch before the first has had its dx."""
+    comm = comm_here(True)
+    pipeline = pipeline_of("1f1b", 1, 4, comm, early=early)
+    store = dist.distributed_c10d._get_default_store()
+    (chunk,) = pipeline.chunks.values()
+    half = chunk.backward_input if chunk.first else chunk.backward_weight
+
+    def tell(trail: Any, dy: Any, microbatch: int, kind: str = "I") -> Any:
+        store.set(f"dx {microbatch} is there", "")
+        return half(trail, dy, microbatch, kind=kind)
+
+    def wait(trail: Any, microbatch: int) -> None:
+        if early:
+            store.wait([f"dx {microbatch} is there"], timedelta(seconds=10))
+        elif not store.check([f"dx {microbatch} is there"]):
+            raise Boom("a whole backward has not sent its dx yet")
+        half(trail, microbatch)
+
+    if chunk.first:
+        chunk.backward_input = tell
+    else:
+        chunk.backward_weight = wait
+    kind = "nothing"
+    try:
+        pipeline.run([Work(microbatch=i, inputs=batch(i)) for i in range(4)], scale=SCALE)
+    except (Boom, CommError) as error:
+        kind = type(error).__name__
+    leave_together()
+    return kind
+
+
+def test_dx_leaves_before_weight_gradients_are_made() -> None:
+    assert run_ranks(2, waits_for_the_stage_before, True) == ["nothing", "nothing"]
+    assert run_ranks(2, waits_for_the_stage_before, False) == ["CommError", "Boom"]
 
 
 @pytest.mark.parametrize(("name", "chunks", "ranks"), [("1f1b", 1, 2), ("zb-v", 2, 2), ("interleaved", 2, 4)])

@@ -117,6 +117,7 @@ class Head(nn.Module):
             smoothing=self.label_smoothing if torch.is_grad_enabled() else 0.0,
             vocab=self.vocab,
             axis=self.wiring.axis,
+            deferral=self.wiring.deferral,
         )
         return objective, losses_T.view(targets_BL.shape)
 

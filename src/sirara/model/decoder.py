@@ -90,7 +90,7 @@ class Decoder(nn.Module):
     def split_backward(self) -> Deferral:
         """From now on linear layers leave their weight gradients to the deferral while it is active.
 
-        Norms give theirs at once; so do embedding and head.
+        Norms give theirs at once; so does the embedding.
         """
         deferral = Deferral()
         for wiring in self.wirings:

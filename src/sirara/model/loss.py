@@ -3,19 +3,22 @@
     tokens    | chunk 0 | chunk 1 | ...      logits of one chunk: LOGITS_BYTES or CHUNK_TOKENS
     logits -> losses, d logits (in their place) -> dx of the chunk, dW added up
 
-Gradients are made in forward, when the logits are there, and handed out in backward.  Where the vocabulary is cut
+Gradients are made in forward, when the logits are there, and handed out in backward; where backward is split, dW of the
+last chunk is put off until its second half, and these d logits are kept instead.  Where the vocabulary is cut
 over an axis, ranks tell each other three numbers per token of a chunk; dx is summed while the last dW is made.
 
 Shape letters: T tokens, D model, V vocabulary, N rows of this rank's part of it, R ranks, S = T / R or T tokens of x.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sirara.model.ops import elementwise, product, spans, wide
-from sirara.model.split import Axis, Pending
+from sirara.model.split import Axis, Deferral, Pending
 
 LOGITS_BYTES = 24 << 20
 # Every chunk passes over dW, which is larger than the logits of a few tokens when the vocabulary is large.
@@ -32,6 +35,7 @@ def token_losses(
     smoothing: float = 0.0,
     vocab: int | None = None,
     axis: Axis | None = None,
+    deferral: Deferral | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(objective, losses_T): losses in fp32 (fp64 for fp64), 0 without a target, detached.
 
@@ -39,10 +43,11 @@ def token_losses(
 
     Args:  smoothing: that much of the target is spread evenly over the vocabulary.
            vocab, axis: the weight is rows rank * ceil(vocab / R) and on; equal losses on all ranks.
+           deferral: dW of the last chunk is made in backward, or put off while the deferral is active.
     """
     grad = torch.is_grad_enabled() and (x_SD.requires_grad or weight_ND.requires_grad)
     rule = _Rule(smoothing, weight_ND.shape[0] if vocab is None else vocab, axis)
-    return _TokenLosses.apply(x_SD, weight_ND, targets_T, scale, grad, rule)
+    return _TokenLosses.apply(x_SD, weight_ND, targets_T, scale, grad, rule, deferral)
 
 
 class _Rule:
@@ -122,6 +127,7 @@ class _TokenLosses(torch.autograd.Function):
         scale: float,
         grad: bool,
         rule: _Rule,
+        deferral: Deferral | None,
     ) -> tuple[Tensor, Tensor]:
         x_TD = rule.axis.gather_tokens(x_SD).wait() if rule.axis is not None and rule.spread else x_SD
         tokens = x_TD.shape[0]
@@ -132,7 +138,7 @@ class _TokenLosses(torch.autograd.Function):
         chunk = -(-tokens // -(-tokens // most))
         # One rounding per gradient: several chunks of a low dtype are added up in fp32.
         sums = x_TD.dtype if chunk >= tokens else wide(x_TD.dtype)
-        dw_ND: Tensor | None = None
+        dw = _WeightGradient(weight_ND, sums)
         coming: Pending | None = None
         for low in range(0, tokens, chunk):
             x = x_TD[low : low + chunk]
@@ -150,26 +156,71 @@ class _TokenLosses(torch.autograd.Function):
             if not ctx.needs_input_grad[1]:
                 continue
             x = (x * scale).masked_fill_(absent_T1, 0.0)
-            if dw_ND is None:
-                dw_ND = product(logits.t(), x).to(sums)
-            elif sums == x_TD.dtype:
-                product(logits.t(), x, onto=dw_ND)
-            else:
-                dw_ND += product(logits.t(), x)
+            dw.left = (logits, x)
+            if deferral is None or low + chunk < tokens:
+                dw.add_left()
         if coming is not None:
             dx_TD = coming.wait()
-        ctx.save_for_backward(dx_TD, None if dw_ND is None else dw_ND.to(x_TD.dtype))
+        dw.settle()
+        ctx.dx_SD, ctx.dw, ctx.deferral = dx_TD, dw, deferral
         ctx.mark_non_differentiable(losses_T)
         return losses_T.sum() * scale, losses_T
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        dobjective = grad_outputs[0]
-        dx_SD, dw_ND = ctx.saved_tensors
+        dobjective, dx_SD, dw, deferral = grad_outputs[0], ctx.dx_SD, ctx.dw, ctx.deferral
         # Saves two passes in the usual case; elsewhere reading the value would stop the device's queue.
         if dobjective.device.type != "cpu" or dobjective.item() != 1.0:
-            dx_SD, dw_ND = dx_SD * dobjective, None if dw_ND is None else dw_ND * dobjective
-        return dx_SD, dw_ND, None, None, None, None
+            dx_SD, dw.factor = dx_SD * dobjective, dobjective
+        dw_ND: Tensor | None = None
+        if ctx.needs_input_grad[1]:
+            if deferral is not None and deferral.active:
+                deferral.keep(dw)
+            else:
+                dw_ND = dw.whole()
+        return dx_SD, dw_ND, None, None, None, None, None
+
+
+@dataclass(slots=True)
+class _WeightGradient:
+    """dW of the chunks so far, in the dtype of `sums`; a `Job` when the last chunk's is put off.
+
+    left: d logits and scaled x of a chunk that is not in it yet.  factor: of the objective's own gradient.
+    """
+
+    weight_ND: Tensor
+    sums: torch.dtype
+    dw_ND: Tensor | None = None
+    left: tuple[Tensor, Tensor] | None = None
+    factor: Tensor | None = None
+
+    def add_left(self) -> None:
+        if self.left is None:
+            return
+        (dlogits_TN, x_TD), self.left = self.left, None
+        if self.dw_ND is None:
+            self.dw_ND = product(dlogits_TN.t(), x_TD).to(self.sums)
+        elif self.sums == x_TD.dtype:
+            product(dlogits_TN.t(), x_TD, onto=self.dw_ND)
+        else:
+            self.dw_ND += product(dlogits_TN.t(), x_TD)
+
+    def settle(self) -> None:
+        """Rounds what is complete."""
+        if self.left is None and self.dw_ND is not None:
+            self.dw_ND = self.dw_ND.to(self.weight_ND.dtype)
+
+    def whole(self) -> Tensor | None:
+        """dW in the dtype of the weight."""
+        self.add_left()
+        self.settle()
+        return self.dw_ND if self.dw_ND is None or self.factor is None else self.dw_ND * self.factor
+
+    def run(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(weight, dW)."""
+        dw_ND = self.whole()
+        if dw_ND is not None:
+            yield self.weight_ND, dw_ND
 
 
 def _losses(logits_TV: Tensor, targets_T: Tensor, losses_T: Tensor, grad: bool) -> None:

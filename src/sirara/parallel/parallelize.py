@@ -22,7 +22,7 @@ from sirara.parallel.tensor import TensorAxis
 from sirara.parallel.zero import Zero
 from sirara.pure.families import UnitSpec
 from sirara.pure.groups import Group, flat_groups
-from sirara.pure.schedule import SPLIT_BACKWARD, Kind, Schedule
+from sirara.pure.schedule import Action, Kind, Schedule, sending_early
 from sirara.pure.tree import Deal
 
 
@@ -36,8 +36,9 @@ class Trainable(Protocol):
                                                                        scale * sum(losses_BL)
 
     What only some models can do is asked for by name: `set_axis(axis)` to compute with parts of its matrices
-    (tensor parallelism), `split_backward()` to put weight gradients off (zero-bubble schedules; without it the input
-    half of backward does all the work), `recompute_activations(True)` to keep less (selective recompute).
+    (tensor parallelism), `split_backward()` to put weight gradients off (zero-bubble schedules, and dx before
+    weight gradients in the others; without it the input half of backward does all the work),
+    `recompute_activations(True)` to keep less (selective recompute).
     """
 
     def units(self) -> list[nn.Module]: ...
@@ -104,7 +105,7 @@ def parallelize(
     Args:    mail: makes the letters between pipeline ranks.
     Raises:  LayoutError or ConfigError when the model cannot do what the layout asks for.
     """
-    units, schedule = model.units(), layout.schedule
+    units, schedule = model.units(), _played(model, layout, tp=comms.tp.size)
     homes = _homes(layout, len(units))
     mine = {
         stage: {unit: units[unit] for unit in layout.split[stage]}
@@ -116,7 +117,8 @@ def parallelize(
         _able(model, "set_axis", "tensor parallelism")(TensorAxis(comms.tp, sequence=layout.sequence))
 
     deferral = None
-    if schedule.name in SPLIT_BACKWARD and hasattr(model, "split_backward"):
+    halves = any(action.kind == Kind.INPUT for action in schedule.rows[comms.pp.rank])
+    if halves and hasattr(model, "split_backward"):
         deferral = model.split_backward()  # pyright: ignore[reportAttributeAccessIssue]
     if layout.recompute == "selective":
         _able(model, "recompute_activations", "selective recompute")(True)
@@ -174,8 +176,20 @@ def parallelize(
         groups=groups,
         split=tuple(layout.split),
         homes=homes,
-        order=_order(layout, chunks, comms.pp.rank),
+        order=_order(pipeline.row, chunks),
     )
+
+
+def _played(model: Trainable, layout: Layout, *, tp: int) -> Schedule:
+    """The layout's table, with dx sent before weight gradients are made where that costs nothing.
+
+    A compiled block has one backward.  The sum of dx over tp is hidden behind weight gradients.  A block that is run
+    again would keep what its weight gradients need until all blocks of the stage have run.
+    """
+    keeps_little = layout.recompute not in ("none", "selective", 0)
+    if layout.compile or tp > 1 or keeps_little or not hasattr(model, "split_backward"):
+        return layout.schedule
+    return sending_early(layout.schedule)
 
 
 def _homes(layout: Layout, units: int) -> tuple[int, ...]:
@@ -197,10 +211,10 @@ def _recomputed(layout: Layout, part: dict[int, nn.Module], units: int) -> list[
     return blocks if layout.recompute == "full" else []
 
 
-def _order(layout: Layout, chunks: dict[int, Chunk], rank: int) -> tuple[int, ...]:
+def _order(row: Sequence[Action], chunks: dict[int, Chunk]) -> tuple[int, ...]:
     """Units in the order in which one step of this rank uses their weights; weight gradients need none."""
     order: list[int] = []
-    for action in layout.schedule.rows[rank]:
+    for action in row:
         if action.kind == Kind.FORWARD:
             order += chunks[action.stage].units
         elif action.kind in (Kind.BACKWARD, Kind.INPUT):

@@ -1,7 +1,7 @@
 """Plays a schedule's row on one pipeline rank: any table, one path; a single process is a pipeline of one stage.
 
     rank 0   F0 SF0 F1 SF1 RB0 B0 F2 SF2 ...           1f1b, two stages: SF hidden state to the next stage
-    rank 1   RF0 F0 B0 SB0 RF1 F1 B1 SB1 ...           SB its gradient to the stage before, RF and RB their arrival
+    rank 1   RF0 F0 I0 SB0 W0 RF1 F1 I1 SB1 W1 ...     SB its gradient to the stage before, RF and RB their arrival
 
 What must come is said at the start of the step; a send is a post that never waits; a tensor is let go when its
 receiver has it.  Stages of one rank hand over in place.  A data-parallel rank with fewer microbatches than the table

@@ -131,7 +131,7 @@ class Chunk:
     def backward_input(self, trail: Trail, dy: Tensor | None, microbatch: int) -> Tensor | None:
         """The half of backward that other stages wait for: dx; weight gradients are kept for `backward_weight`.
 
-        Embedding and head put nothing off: the one gives no dx, the other has made its gradients in forward.
+        The embedding puts nothing off: it gives no dx.
         """
         for unit in reversed(self.units):
             if self.deferral is None or not self._defers(unit):
@@ -181,7 +181,7 @@ class Chunk:
 
     def _defers(self, unit: int) -> bool:
         """Whether a split backward leaves this unit's weight gradients for its second half."""
-        return self.deferral is not None and 0 < unit < self.head
+        return self.deferral is not None and unit > 0
 
     def _run(
         self, unit: int, x: Tensor | None, inputs: Inputs, key: DropoutKey | None, scale: float

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sirara.model import loss
 from sirara.model.linear import linear
 from sirara.model.split import Deferral, Wiring
 from sirara.pure.families import FAMILIES
@@ -35,6 +36,31 @@ def test_gradients_made_later_equal_gradients_made_at_once_in_bits(family):
         assert torch.equal(grad, later[id(leaf)] if got is None else got)
     assert len(later) == sum(g is None for g in now)
     assert not jobs.jobs and not deferral.take().jobs
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_heads_weight_gradient_may_come_later_with_equal_bits(dtype, chunks, monkeypatch):
+    decoder = initialised(shape_of("llama")).to(dtype)
+    head, targets = decoder.units()[-1], batch(decoder.shape)[1]
+    monkeypatch.setattr(loss, "LOGITS_BYTES", 0)
+    monkeypatch.setattr(loss, "CHUNK_TOKENS", -(-targets.numel() // chunks))
+    x = torch.randn(*targets.shape, 64, dtype=dtype, requires_grad=True)
+    leaves = [*head.parameters()]
+
+    def run():
+        return head(x, targets, 0.3)[0] * 2
+
+    dx, *want = torch.autograd.grad(run(), [x, *leaves])
+    deferral = decoder.split_backward()
+    assert all(map(torch.equal, torch.autograd.grad(run(), [x, *leaves]), [dx, *want]))
+    y = run()
+    deferral.active = True
+    dx_now, *now = torch.autograd.grad(y, [x, *leaves], allow_unused=True)
+    later = deferral.take().run()
+    assert list(later) == [id(head.proj.weight)]
+    got = [later.get(id(leaf), grad) for leaf, grad in zip(leaves, now, strict=True)]
+    assert all(map(torch.equal, [dx_now, *got], [dx, *want]))
 
 
 def test_a_deferral_that_is_not_active_changes_nothing():

@@ -3,7 +3,7 @@
 import pytest
 
 from sirara.errors import LayoutError
-from sirara.pure.schedule import SCHEDULES, SPLIT_BACKWARD, Kind, Schedule, chunks_of, schedule
+from sirara.pure.schedule import SCHEDULES, SPLIT_BACKWARD, Kind, Schedule, chunks_of, schedule, sending_early
 
 COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 
@@ -73,6 +73,19 @@ def test_input_gradients_leave_before_weight_gradients_are_computed() -> None:
                         action.stage,
                         action.microbatch,
                     )
+
+
+def test_sending_early_halves_the_backwards_whose_dx_leaves_their_rank() -> None:
+    table = sending_early(schedule("1f1b", ranks=2, chunks=1, microbatches=2))
+    assert full_row(table, 0) == "F0@0 SF0@0 F1@0 SF1@0 RB0@0 B0@0 RB1@0 B1@0"
+    assert full_row(table, 1) == "RF0@1 F0@1 I0@1 SB0@1 W0@1 RF1@1 F1@1 I1@1 SB1@1 W1@1"
+
+
+def test_sending_early_leaves_alone_what_is_in_halves_or_on_one_rank() -> None:
+    for name in SCHEDULES:
+        for ranks in (1, 3):
+            table = schedule(name, ranks=ranks, chunks=chunks_of(name), microbatches=4)
+            assert (sending_early(table) == table) == (ranks == 1 or name in SPLIT_BACKWARD)
 
 
 def test_nothing_is_sent_between_stages_of_one_rank() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sirara.errors import InvariantError
-from sirara.pure.schedule import SCHEDULES, Action, Kind, Schedule, chunks_of, needs, schedule
+from sirara.pure.schedule import SCHEDULES, Action, Kind, Schedule, chunks_of, needs, schedule, sending_early
 from sirara.pure.simulate import Costs, Result, simulate
 
 RANKS, CHUNKS, MICROBATCHES = range(1, 9), range(2, 5), range(1, 33)
@@ -87,6 +87,21 @@ def test_bubble_of_zb_h1_is_p_minus_1_times_forward_plus_input_minus_weight() ->
         costs = Costs.uniform(p, forward_s=1.0, input_s=1.25, weight_s=0.75)
         result = simulate(schedule("zb-h1", ranks=p, chunks=1, microbatches=m), costs)
         assert result.makespan_s == 3.0 * m + (p - 1) * (1.0 + 1.25 - 0.75)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+def test_sending_early_saves_weight_gradients_on_the_way_back_and_order_and_memory_stay(name: str) -> None:
+    for table, whole in played(name):
+        p, v, m = table.ranks, table.chunks, table.microbatches
+        early = sending_early(table)
+        result = simulate(early, Costs.uniform(table.stages))
+        assert result.busy_s == whole.busy_s and result.live_peak == whole.live_peak
+        assert max(result.owed_peak) == (p * v > 1 and p > 1)
+        if v == 1 or m >= p:
+            # (p - 1)(F + I) where whole backwards have (p - 1)(F + I + W), all of them 1 s.
+            assert result.makespan_s == 3 * m * v + 2 * (p - 1)
+        else:
+            assert result.makespan_s < whole.makespan_s
 
 
 def test_zb_v_waits_only_for_the_first_microbatch_to_arrive() -> None:
