@@ -8,9 +8,14 @@ A copy only moves bytes: which bytes are right, the manifest's hashes say, whate
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from threading import Lock
+from typing import Protocol
 
+import numpy as np
+
+from sirara.checkpoint.image import Image
 from sirara.checkpoint.storage import read_at, storage_error
 from sirara.errors import CheckpointError
 from sirara.pure.manifest import Manifest
@@ -18,8 +23,10 @@ from sirara.pure.manifest import Manifest
 HOT_BYTES = 2 << 20
 """Read and hashed at a time from a disk: what was read is still in the core's cache when it is hashed."""
 
-FAR_BYTES = 32 << 20
+FAR_BYTES = 16 << 20
 """Asked at a time of another machine: one answer costs a round trip."""
+
+_IMAGE = "the image of rank "
 
 
 class Copy(ABC):
@@ -89,6 +96,90 @@ class FolderCopy(Copy):
         if owner is None or owner[0] == self._manifest.uuid:
             return ""
         return f"the file belongs to another save (step {owner[1]}, uuid {owner[0]})"
+
+
+class ImageReader(Protocol):
+    """Where images of one save can be read: a node's own stores, or another node (checkpoint/serve.py)."""
+
+    def read(self, step: int, uuid: str, rank: int, buffers: Sequence[memoryview], position: int) -> None: ...
+
+
+class ImagesCopy(Copy):
+    """Images of some or all ranks of a save that lie in one place.
+
+    Args:  images: their descriptions; those of another save, or that do not fit the manifest, count as absent.
+           far: the place is on another machine.
+    """
+
+    def __init__(
+        self, name: str, manifest: Manifest, images: Iterable[Image], reader: ImageReader, *, far: bool
+    ) -> None:
+        self.name = name
+        self.batch_bytes = FAR_BYTES if far else HOT_BYTES
+        self._manifest, self._reader = manifest, reader
+        count = len(manifest.pieces)
+        self._rank = np.full(count, -1, np.int64)
+        self._position = np.zeros(count, np.int64)
+        self.ranks: list[int] = []
+        for image in images:
+            if image.uuid == manifest.uuid and _fits(image, manifest):
+                self._rank[image.index] = image.rank
+                self._position[image.index] = image.position
+                self.ranks.append(image.rank)
+
+    @property
+    def pieces(self) -> int:
+        """How many of the manifest's pieces are here."""
+        return int((self._rank >= 0).sum())
+
+    def locate(self, piece: int) -> tuple[str, int] | None:
+        rank = int(self._rank[piece])
+        return None if rank < 0 else (f"{_IMAGE}{rank}", int(self._position[piece]))
+
+    def read(self, key: str, buffers: Sequence[memoryview], position: int) -> None:
+        m = self._manifest
+        self._reader.read(m.step, m.uuid, int(key.removeprefix(_IMAGE)), buffers, position)
+
+
+class ParityCopy(ImagesCopy):
+    """Images that are decoded from parity when the first piece of them is asked for.
+
+    Args:  decode: makes the image of a rank readable at `reader`, or raises CheckpointError.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        manifest: Manifest,
+        images: Iterable[Image],
+        reader: ImageReader,
+        *,
+        far: bool,
+        decode: Callable[[int], object],
+    ) -> None:
+        super().__init__(name, manifest, images, reader, far=far)
+        self._decode = decode
+        self._done: dict[int, CheckpointError | None] = {}
+        self._lock = Lock()
+
+    def read(self, key: str, buffers: Sequence[memoryview], position: int) -> None:
+        rank = int(key.removeprefix(_IMAGE))
+        with self._lock:
+            if rank not in self._done:
+                self._done[rank] = None
+                try:
+                    self._decode(rank)
+                except CheckpointError as fault:
+                    self._done[rank] = fault
+            fault = self._done[rank]
+        if fault is not None:
+            raise fault
+        super().read(key, buffers, position)
+
+
+def _fits(image: Image, manifest: Manifest) -> bool:
+    index, length = image.index, manifest.pieces.length
+    return bool((index >= 0).all() and (index < len(length)).all() and (length[index] == image.length).all())
 
 
 def file_owner(path: Path) -> tuple[str, int] | None:

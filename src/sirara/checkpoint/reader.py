@@ -72,6 +72,7 @@ class Snapshot:
              has another size.
 
     Attributes:  notes: what was bad in one copy and taken from another, so far.
+                 taken: bytes that were read and good, by the name of the copy.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Snapshot:
     def _set(self, manifest: Manifest, copies: tuple[Copy, ...], path: Path) -> None:
         self.manifest, self.copies, self.path = manifest, copies, path
         self.notes: list[Note] = []
+        self.taken: dict[str, int] = {}
 
     @property
     def record(self) -> dict:
@@ -199,8 +201,12 @@ class Snapshot:
                 if all(other.locate(piece) is None for other in later):
                     raise self._lost(piece, faults[piece])
                 missed.add(piece)
-            for i, _ in placed:
-                if i in faults and i not in missed:
+            good = [i for i, _ in placed if i not in missed]
+            if good:
+                size = int(self.manifest.pieces.length[good].sum())
+                self.taken[copy.name] = self.taken.get(copy.name, 0) + size
+            for i in good:
+                if i in faults:
                     self._note(i, faults[i], copy)
             left = sorted(missed)
         if left:
