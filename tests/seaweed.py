@@ -240,8 +240,9 @@ class FaultProxy:
             return _reset(client)
         if kind == "flip":
             body = body[:-1] + bytes([body[-1] ^ 1])
-        for _ in range(2 if kind == "twice" else 1):
-            status, answer_headers, answer = self._forward(method, target, headers, body)
+        if kind == "twice":
+            self._forward(method, target, headers, body)
+        status, answer_headers, answer = self._forward(method, target, headers, body)
         if kind == "lost":
             return _reset(client)
         if kind == "gone":

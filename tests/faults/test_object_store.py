@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ import torch
 from sirara.checkpoint.copies import FolderCopy
 from sirara.checkpoint.object import ObjectTier, StoredStep
 from sirara.checkpoint.reader import Snapshot
-from sirara.errors import CheckpointError, CommTimeout, InvariantError, StorageError
+from sirara.errors import CheckpointError, CommTimeout, InvariantError, RunBusyError, StorageError
 from sirara.pure.manifest import MANIFEST, Manifest, parse_manifest
 from tests.checkpoints import State, differing, even, flip_bit, in_ranks, load, replicated, save, small_state
 from tests.seaweed import KEYS, FaultProxy, Seaweed, seaweed, weed_program
@@ -171,13 +171,39 @@ def test_an_upload_that_does_not_move_is_sent_again(tier, proxy, steps):
 
 
 def test_an_upload_that_the_store_lost_in_the_middle_starts_anew(tier, proxy, steps):
-    """All tries to complete fail, then the upload is gone: the file is sent again as a whole."""
-    store = tier()
+    """All tries to complete fail: the file is sent again as a whole, also where one of its size lay before."""
+    store, step, old = tier(), steps[10], steps[20].path / BIG
+    store.bucket.upload(key(step, BIG), old.stat().st_size, lambda size: chunks(old, size))
+    proxy.clear()
     rule = proxy.break_next("503", lambda method, target: method == "POST" and "uploadId=" in target, times=9)
-    upload(store, steps[10])
+    upload(store, step)
     assert rule.fired == 9
     assert sum(method == "POST" and target.endswith("uploads=") for method, target in proxy.requests) == 2
     assert store.scrub(10) == []
+    assert store.bucket.multiparts("run-1/") == []
+
+
+def test_unfinished_uploads_that_cannot_be_listed_are_a_note(tier, proxy, small_steps):
+    """Few are allowed to list them; a save and a start do without."""
+    step = small_steps[10]
+    tier().upload_part(step.path, step.manifest, 0, WORLD)
+    rule = proxy.break_next("503", lambda method, target: method == "GET" and "uploads=" in target, times=99)
+    done = tier(attempt=2, patience_s=0.3).clean()
+    assert rule.fired >= 1
+    assert len(done.saves) == 1
+    assert "SlowDown" in done.notes[0]
+
+
+def test_a_newer_owner_of_the_run_stops_the_commit(tier, small_steps):
+    store, step = tier(), small_steps[10]
+    in_ranks(WORLD, lambda rank: store.upload_part(step.path, step.manifest, rank, WORLD))
+
+    def fence() -> None:
+        raise RunBusyError("attempt 2 owns the run")
+
+    with pytest.raises(RunBusyError):
+        store.commit(step.raw, world=WORLD, deadline_s=30.0, fence=fence)
+    assert store.steps() == []
 
 
 @pytest.mark.parametrize("kind", ["503", "cut", "reset"])
@@ -328,10 +354,7 @@ def test_one_save_is_committed_once(tier, small_steps):
     store, step = tier(), small_steps[10]
     first = upload(store, step)
     assert store.commit(step.raw, world=WORLD, deadline_s=30.0).uuid == first.uuid  # the same bytes: no harm
-    record = {"step": 10, "tokens": 7}
-    other = Manifest(
-        **{f: getattr(step.manifest, f) for f in step.manifest.__dataclass_fields__} | {"record": record}
-    )
+    other = replace(step.manifest, record={"step": 10, "tokens": 7})
     with pytest.raises(CheckpointError, match="was written by somebody else"):
         store.commit(other.to_bytes(), world=WORLD, deadline_s=30.0)
     assert store.open(10)[0].record == step.manifest.record

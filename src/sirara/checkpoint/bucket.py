@@ -9,7 +9,9 @@ repeated, because every object has one writer and a name that is never used agai
 objects and ranges carry a checksum that the server compares, so bytes changed on the way do not arrive.
 """
 
+import contextlib
 import importlib.util
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,11 +66,12 @@ _SAID = re.compile(r"<Message>([^<]*)</Message>")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """An object in the store; key: below the bucket's prefix."""
+    """An object in the store; key: below the bucket's prefix.  tag: differs after every write of the key."""
 
     key: str
     size: int
     modified: datetime
+    tag: str
 
 
 class Bucket:
@@ -124,6 +127,7 @@ class Bucket:
         if size <= part:
             self.put(key, b"".join(chunks(part)))
             return
+        before = self.head(key)
         tried = False
 
         def once() -> None:
@@ -131,9 +135,10 @@ class Bucket:
             if tried:
                 # The former try may have arrived although its answer was lost; if not, its parts are in the way.
                 found = self.head(key)
-                if found is not None and found.size == size:
+                if found is not None and found.size == size and found != before:
                     return
-                self.abort(key)
+                with contextlib.suppress(StorageError):
+                    self.abort(key)  # what this leaves, the next attempt of the run looks for
             tried = True
             obstore.put(self._store, key, chunks(part), chunk_size=part, max_concurrency=_AT_ONCE)
 
@@ -256,13 +261,18 @@ class Bucket:
         return found
 
     def _patiently(self, what: str, once: Callable[[], T]) -> T:
+        """What `once` returns, at last.  The patience counts from the first failure: one try of an upload may take
+        longer than all of it."""
         began, pause_s = time.monotonic(), 0.2
+        until: float | None = None
         while True:
             try:
                 return once()
             except (BaseError, OSError) as fault:
-                error = self._error(what, fault, time.monotonic() - began)
-                if error.code != "SR660" or time.monotonic() - began + pause_s > self._patience_s:
+                now = time.monotonic()
+                error = self._error(what, fault, now - began)
+                until = until or now + self._patience_s
+                if error.code != "SR660" or now + pause_s > until:
                     raise error from fault
             time.sleep(pause_s)
             pause_s = min(5.0, 2 * pause_s)
@@ -304,7 +314,8 @@ def _open(url: str, options: Mapping[str, str], patience_s: float) -> Any:
     client = {name: value for name, value in options.items() if name in _CLIENT_OPTIONS}
     config = {name: value for name, value in options.items() if name not in _CLIENT_OPTIONS}
     client.setdefault("timeout", "60s")
-    if config.get("endpoint", config.get("aws_endpoint", "")).startswith("http://"):
+    endpoint = config.get("endpoint") or config.get("aws_endpoint") or os.environ.get("AWS_ENDPOINT_URL", "")
+    if endpoint.startswith("http://"):
         client.setdefault("allow_http", "true")
     retry = {
         "max_retries": 8,
@@ -334,4 +345,6 @@ def _open(url: str, options: Mapping[str, str], patience_s: float) -> Any:
 
 
 def _stored(meta: Mapping[str, Any]) -> Stored:
-    return Stored(key=meta["path"], size=meta["size"], modified=meta["last_modified"])
+    return Stored(
+        key=meta["path"], size=meta["size"], modified=meta["last_modified"], tag=meta["e_tag"] or ""
+    )

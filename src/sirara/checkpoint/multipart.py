@@ -52,7 +52,7 @@ class Multiparts:
         marker = {"key-marker": "", "upload-id-marker": ""}
         while True:
             query = {"uploads": "", "prefix": prefix} | {k: v for k, v in marker.items() if v}
-            page = _plain(ElementTree.fromstring(self._send("GET", "", query)))
+            page = _parsed(self._send("GET", "", query))
             for upload in page.iter("Upload"):
                 found.append((upload.findtext("Key", ""), upload.findtext("UploadId", "")))
             if page.findtext("IsTruncated", "false").strip() != "true":
@@ -120,8 +120,12 @@ def _variable(*names: str) -> str:
     return next((value for name in names if (value := os.environ.get(name))), "")
 
 
-def _plain(root: ElementTree.Element) -> ElementTree.Element:
+def _parsed(raw: bytes) -> ElementTree.Element:
     """The tree without namespaces, which differ between servers."""
+    try:
+        root = ElementTree.fromstring(raw)
+    except ElementTree.ParseError as fault:
+        raise OSError(f"the list of unfinished uploads is no XML: {raw[:200]!r}") from fault
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
     return root

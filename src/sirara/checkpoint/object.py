@@ -16,7 +16,7 @@ import heapq
 import json
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
@@ -96,15 +96,8 @@ class ObjectTier:
             if MANIFEST not in objects and _attempt(uuid) < self.attempt:
                 self.bucket.delete([self._key(step, uuid, name) for name in sorted(objects)])
                 gone.append(f"{step_name(step)}/{uuid}")
-        notes = ()
-        uploads: list[str] = []
-        if self.bucket.can_list_multiparts:
-            uploads = self.bucket.abort(f"{self.run}/", keep=self._not_older)
-        else:
-            notes = (
-                "unfinished uploads cannot be listed here; let the bucket abort them after some days "
-                "(lifecycle rule AbortIncompleteMultipartUpload)",
-            )
+        uploads, note = self._abort_uploads()
+        notes = (note,) if note else ()
         return Cleaned(saves=tuple(gone), uploads=tuple(uploads), foreign=tuple(foreign), notes=notes)
 
     def upload_part(self, folder: Path, manifest: Manifest, rank: int, world: int) -> UploadReport:
@@ -135,8 +128,12 @@ class ObjectTier:
             raise
         return report
 
-    def commit(self, manifest_raw: bytes, *, world: int, deadline_s: float) -> StoredStep:
+    def commit(
+        self, manifest_raw: bytes, *, world: int, deadline_s: float, fence: Callable[[], None] | None = None
+    ) -> StoredStep:
         """Waits for the reports of all ranks that had files to upload, then creates the manifest.
+
+        fence: raises when a newer attempt owns the run; called right before the commit.
 
         Raises:  CommTimeout naming the ranks that did not report in time; StorageError when a rank says that it failed;
                  CheckpointError when an object is missing or has another size, or somebody else committed this save.
@@ -152,6 +149,8 @@ class ObjectTier:
                 why=f"{len(faults)} of {len(manifest.files)} objects are not as they were reported",
             )
         key = self._key(manifest.step, manifest.uuid, MANIFEST)
+        if fence is not None:
+            fence()
         self.bucket.create(key, manifest_raw)
         head = self.bucket.head(key)
         if head is None:
@@ -195,12 +194,7 @@ class ObjectTier:
         """
         save = self._find(step)
         place = self._place(save.step, save.uuid)
-        raw = self.bucket.get(self._key(save.step, save.uuid, MANIFEST))
-        if raw is None:
-            raise CheckpointError(
-                f"{place} is not a committed checkpoint: it has no {MANIFEST}", code="SR513"
-            )
-        manifest = parse_manifest(raw, where=f"{place}/{MANIFEST}")
+        manifest = parse_manifest(self.manifest(save.step, save.uuid), where=f"{place}/{MANIFEST}")
         if (manifest.run, manifest.step, manifest.uuid) != (self.run, save.step, save.uuid):
             raise CheckpointError(
                 f"{place} holds step {manifest.step} of run {manifest.run!r}, save {manifest.uuid}: it was copied here",
@@ -216,6 +210,17 @@ class ObjectTier:
         return manifest, ObjectCopy(
             self.bucket, manifest, prefix=self._key(save.step, save.uuid, ""), foreign=tuple(foreign)
         )
+
+    def manifest(self, step: int, uuid: str) -> bytes:
+        """The commit of one save, as it was written.  Raises CheckpointError when there is none."""
+        raw = self.bucket.get(self._key(step, uuid, MANIFEST))
+        if raw is None:
+            raise CheckpointError(f"{self._place(step, uuid)} has no {MANIFEST}", code="SR513")
+        return raw
+
+    def copy(self, manifest: Manifest) -> ObjectCopy:
+        """The objects of a committed save whose manifest is known; nothing is listed or asked."""
+        return ObjectCopy(self.bucket, manifest, prefix=self._key(manifest.step, manifest.uuid, ""))
 
     def scrub(self, step: int | StoredStep) -> list[Fault]:
         """Reads every byte of a save and says what is not as it was written."""
@@ -305,6 +310,19 @@ class ObjectTier:
             f"step {step} is not committed in {self.bucket.url}/{self.run}",
             code="SR513",
             why=f"committed there, newest first: {held}",
+        )
+
+    def _abort_uploads(self) -> tuple[list[str], str]:
+        """Keys of the unfinished uploads of older attempts, now aborted; and why there may be more."""
+        why = "the keys of the store are not known here"
+        if self.bucket.can_list_multiparts:
+            try:
+                return self.bucket.abort(f"{self.run}/", keep=self._not_older), ""
+            except StorageError as fault:
+                why = f"{fault.what}: {fault.why}"
+        return [], (
+            f"unfinished uploads are not looked for: {why}; "
+            "let the bucket abort them after some days (lifecycle rule AbortIncompleteMultipartUpload)"
         )
 
     def _not_older(self, key: str) -> bool:

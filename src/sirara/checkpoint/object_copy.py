@@ -19,6 +19,7 @@ class ObjectCopy(Copy):
     """The objects of one committed save.  foreign: names of objects there that its manifest does not know."""
 
     name = "object"
+    batch_bytes = 16 << 20  # several of them are in memory at once
 
     def __init__(
         self, bucket: Bucket, manifest: Manifest, *, prefix: str, foreign: tuple[str, ...] = ()
