@@ -117,6 +117,11 @@ class Arena:
         return _head(bytes(self._view[: _FIXED.size]), self.path)
 
     @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return len(self._view)
+
+    @property
     def data(self) -> memoryview:
         """The image's bytes, writable; they begin on a page of their own."""
         return self._view[BLOCK:]

@@ -13,7 +13,8 @@ import json
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from sirara import errors
 from sirara.errors import InvariantError, SiraraError
@@ -163,6 +164,27 @@ class JobEnd:
             seconds=fields["seconds"],
             fault=None if fields["fault"] is None else fault_from(fields["fault"]),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOutcome:
+    """How a save ended, or why it did not begin.
+
+    kind: "saved" | "failed" | "skipped" | "queued" (why says what kept it).  fault: why it failed.  in_a_row: failures
+    so far.  tiers: of a kept one, which hold it and
+    which do not.  seconds: stall (the training waited), hash, write, commit, verify.
+    """
+
+    kind: Literal["saved", "failed", "skipped", "queued"]
+    step: int
+    digest: str = ""
+    path: Path | None = None
+    total_bytes: int = 0
+    tiers: dict[str, TierResult] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    fault: SiraraError | None = None
+    in_a_row: int = 0
+    why: str = ""
 
 
 def fault_fields(error: BaseException) -> dict[str, Any]:

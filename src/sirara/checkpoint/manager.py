@@ -1,45 +1,63 @@
-"""Saves and opens the steps of one run: the commit protocol, in the order that survives a crash at any point.
+"""Saves and opens the steps of one run, seen from one rank.
 
-    each rank        .step-N.tmp-<uuid>/  files ─ fsync ─ report-<rank>.json ─ fsync ─ fsync folder
-    committer        wait for all reports ─ manifest.json ─ fsync ─ fence ─ rename to step-N ─ fsync parent
-    then             re-read every piece ─ verified.json ─ retention
+    save   in line: each rank writes its files ─ report ─► rank 0: wait for all reports ─ commit ─ verify ─ retention
+    start  agree (one small gather) ─► stage into the arena ─► job to the keeper, which does all that in its process
+    poll   what has ended since (rank 0 speaks for the save);  wait: all ranks, until it has ended
 
-No collective is used: names, files, places and writers follow from the plan, the uuid from (run, attempt,
-step, count of saves). A step exists only if its manifest does. Nothing is overwritten in place.
+Names, files, places and writers follow from the plan, the uuid from (run, attempt, step, count of saves). A step exists
+only if its manifest does. Nothing is overwritten in place.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import xxhash
-
-from sirara.checkpoint.ranges import NamedRange, dtype_name
+from sirara.checkpoint.arena import memory_root, reap
+from sirara.checkpoint.background import Background
+from sirara.checkpoint.commit import Committer
+from sirara.checkpoint.deciding import Move, Row, first_fault, joint, ordered, own_move
+from sirara.checkpoint.job import JobEnd, KeeperSettings, SaveJob, SaveOutcome, TierResult
+from sirara.checkpoint.keeper import tell_committer
+from sirara.checkpoint.ranges import NamedRange, Sources, check_ranges, dtype_name
+from sirara.checkpoint.readback import committed_manifest
 from sirara.checkpoint.reader import Snapshot
-from sirara.checkpoint.report import assemble, failure_name, report_name, wait_for_reports
+from sirara.checkpoint.report import assemble, report_name, wait_for_reports
 from sirara.checkpoint.restore import Candidate, Restored, read_first
-from sirara.checkpoint.retention import VERIFIED, delete_step, expendable, is_verified, mark_verified
-from sirara.checkpoint.scrub import scrub_pieces
-from sirara.checkpoint.steps import clear_leftovers, committed_steps, save_uuid, step_name
-from sirara.checkpoint.storage import Disk, names_in
-from sirara.checkpoint.writer import check_ranges, write_part
-from sirara.errors import (
-    CheckpointError,
-    ConfigError,
-    InvariantError,
-    SiraraError,
-    StorageError,
-)
-from sirara.pure.manifest import MANIFEST, FileEntry, Manifest
-from sirara.pure.saveplan import INDEX, PlannedTensor, SavePlan, plan_save, weight_index
+from sirara.checkpoint.steps import committed_steps, save_uuid, step_name, temp_name
+from sirara.checkpoint.storage import Disk
+from sirara.checkpoint.writer import write_part
+from sirara.config.run_folder import RunFolder
+from sirara.config.schema import TierConfig
+from sirara.errors import CheckpointError, CommError, ConfigError, SiraraError, StorageError
+from sirara.pure.failures import Failures
+from sirara.pure.manifest import MANIFEST, Manifest
+from sirara.pure.saveplan import PlannedTensor, SavePlan, plan_save
 
 __all__ = ["CheckpointManager", "NamedRange", "PlannedTensor", "Restored", "Snapshot", "dtype_name"]
 
+SOFT_FAULTS = (StorageError, CheckpointError, CommError)
+"""What a run survives when a save ends with it; anything else ends the run."""
+
+_LOST = 64  # failed saves of which leftovers are looked for
+_NAP_S = (0.002, 0.25)
+_CLOSE_S = 60.0
+
 _log = logging.getLogger("sirara")
+
+
+@dataclass(slots=True)
+class Counts:
+    """Saves so far, by what became of them."""
+
+    saved: int = 0
+    failed: int = 0
+    queued: int = 0
+    skipped: int = 0
+    waited: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +71,31 @@ class SaveTimes:
     verify_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What is saved: all ranks' boxes and this rank's ranges; `record` is the training state's JSON.
+
+    hf_files: config.json, tokenizer.json, ...; rank 0's are written.  aliases: tied name -> the name of the tensor that
+    holds its values.  All but `ranges` is the same on every rank.
+    """
+
+    plan: Sequence[PlannedTensor]
+    ranges: Sequence[NamedRange]
+    record: dict[str, Any]
+    hf_files: dict[str, bytes]
+    aliases: dict[str, str]
+
+
+@dataclass(slots=True)
+class _Running:
+    """The save that the keeper has."""
+
+    step: int
+    uuid: str
+    tiers: frozenset[str]
+    stall_s: float = 0.0
+
+
 class CheckpointManager:
     """The checkpoints of one run, seen from one rank.
 
@@ -61,7 +104,13 @@ class CheckpointManager:
            node: of this rank; ranks_per_node: consecutive ranks on one node (default: all of them).
            fence: raises when a newer attempt owns the run; called right before the commit.
            deadline_s: how long the committer (rank 0) waits for the other ranks' reports.
-    Every rank calls `save` equally often.
+           tiers, asynchronous, when_busy, max_failures, retry_s: as configured.  Node tiers and the object store are
+           filled by the keeper, also by a save that is not asynchronous.
+           run_folder: of the run, whose ownership the keeper asks before a commit.  log: what the keeper says.
+           memory: folder for arenas and images in shared memory (default: /dev/shm/sirara-<user>); token: the run's
+           secret, which keepers of its nodes prove to each other.
+           agree: given this rank's row of bytes returns all ranks' rows; the default is for one rank.
+    Every rank calls `save`, `start` and `wait` equally often.
     """
 
     def __init__(
@@ -75,10 +124,21 @@ class CheckpointManager:
         attempt: int,
         keep_last: int,
         keep_every: int | None,
+        keep_best: str | None = None,
         ranks_per_node: int | None = None,
         fence: Callable[[], None] | None = None,
         deadline_s: float = 600.0,
         disk: Disk | None = None,
+        tiers: Sequence[TierConfig] = (TierConfig(tier="disk"),),
+        asynchronous: bool = False,
+        when_busy: Literal["queue", "skip", "wait"] = "queue",
+        max_failures: int = 5,
+        retry_s: float = 30.0,
+        run_folder: RunFolder | None = None,
+        log: Path | None = None,
+        memory: Path | None = None,
+        token: str = "",
+        agree: Callable[[bytes], list[bytes]] = lambda row: [row],
     ) -> None:
         self.folder, self.run, self.rank, self.world, self.attempt = folder, run, rank, world, attempt
         self._per_node = ranks_per_node or world
@@ -87,19 +147,61 @@ class CheckpointManager:
                 f"rank {rank} cannot be on node {node} with {self._per_node} ranks per node",
                 try_="pass ranks_per_node",
             )
-        self._keep_last, self._keep_every = keep_last, keep_every
-        self._fence = fence
-        self._deadline_s = deadline_s
+        self._node, self._deadline_s = node, deadline_s
         self._disk = disk or Disk()
-        self._uuids: list[str] = []  # of this attempt's saves, the one in progress last
-        self._verified: set[str] = set()
+        self._committer = Committer(
+            self._disk,
+            folder,
+            run=run,
+            attempt=attempt,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            keep_best=keep_best,
+            fence=fence,
+        )
+        self._tiers, self._when_busy, self._agree = tuple(tiers), when_busy, agree
+        self.asynchronous = asynchronous
+        self._keeps = (keep_last, keep_every, keep_best)
+        self._run_folder, self._log_file = run_folder, log
+        self._saves, self._begun = 0, -1
         self._faulty: set[int] = set()  # steps that could not be read back
         self._planned: tuple[Sequence[PlannedTensor], SavePlan] | None = None
+        self._background: Background | None = None
+        self._running: _Running | None = None
+        self._outcomes: list[SaveOutcome] = []
+        self._last: SaveOutcome | None = None
+        self._lost: list[str] = []
+        self.put_off: frozenset[str] = frozenset()  # tiers of a save that waits or failed
+        self._kept_in_memory = False
+        self._needs_addresses = any(t.tier in ("peer", "parity") for t in tiers)
+        root = memory or memory_root(next((t.path for t in tiers if t.tier == "memory"), None), node)
+        self._memory = root / run
+        self._token = token
+        self.failures = Failures(most=max_failures, retry_s=retry_s)
+        self.counts = Counts()
         self.times: SaveTimes | None = None
+        self.scores: dict[int, float] = {}
         if rank == 0:
             self.clean()
+        if rank % self._per_node == 0 and self.uses_keeper:
+            reap(root, spare=self._memory)
 
-    # ---- saving
+    @property
+    def uses_keeper(self) -> bool:
+        """Whether saves go through the keeper."""
+        return self.asynchronous or any(t.tier != "disk" or t.path is not None for t in self._tiers)
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of all tiers."""
+        return tuple(t.tier for t in self._tiers)
+
+    def due_tiers(self, step: int, every: int | None) -> tuple[str, ...]:
+        """The tiers that are due at a step, `every` being checkpoint.every."""
+        own = ((t.tier, t.every or every) for t in self._tiers)
+        return tuple(tier for tier, n in own if n is not None and step % n == 0)
+
+    # ---- saving in line
 
     def save(
         self,
@@ -111,50 +213,36 @@ class CheckpointManager:
         hf_files: dict[str, bytes],
         aliases: dict[str, str],
     ) -> Path | None:
-        """Makes this rank's ranges durable; on rank 0 returns the committed folder once all ranks have.
+        """Makes this rank's ranges durable on the disk; on rank 0 returns the committed folder once all ranks have.
 
-        Args:  plan: all ranks' boxes.  record: the training state's JSON.  Both are the same on every rank.
-               hf_files: config.json, tokenizer.json, ...; rank 0's are written.
-               aliases: tied name -> the name of the tensor that holds its values.
+        Args:    as in `State`.
         Raises:  StorageError (disk full, I/O), CommTimeout naming the ranks that did not report, what `fence`
                  raises. Committed steps stay as they are.
         """
+        state = State(plan=plan, ranges=ranges, record=record, hf_files=hf_files, aliases=aliases)
         began = time.perf_counter()
-        uuid = save_uuid(self.run, self.attempt, step, len(self._uuids))
-        self._uuids.append(uuid)
+        uuid = self._next_uuid(step)
         final = self.folder / step_name(step)
         if self._is_saved(final, step, record):
             return final if self.rank == 0 else None
         files = self._plan(plan)
         check_ranges(files, self.rank, ranges)
-        temp = self.folder / f".{step_name(step)}.tmp-{uuid}"
+        temp = self.folder / temp_name(step, uuid)
         try:
             self._write(files, temp, ranges, uuid, step)
             written = time.perf_counter()
             self.times = SaveTimes(total_bytes=files.total_bytes, write_s=written - began)
             if self.rank != 0:
                 return None
-            extras = self._write_extras(files, temp, hf_files)
-            reports = wait_for_reports(files, temp, uuid=uuid, step=step, deadline_s=self._deadline_s)
-            manifest = assemble(
-                files,
-                reports,
-                extras,
-                uuid=uuid,
-                run=self.run,
-                attempt=self.attempt,
-                step=step,
-                record=record,
-                aliases=aliases,
-            )
-            self._commit(temp, final, manifest)
+            self._committer.commit(temp, final, self._manifest(files, temp, uuid, step, state))
         except (SiraraError, OSError):
             if self.rank == 0:
-                self._abandon(temp)
+                self._committer.abandon(temp)
             raise
         committed = time.perf_counter()
-        self._verify(final, step)
-        self._tidy(step)
+        self._committer.verify(final)
+        self._faulty.discard(step)
+        self._committer.tidy(step, uuid, scores=self.scores)
         self.times = SaveTimes(
             total_bytes=files.total_bytes,
             write_s=written - began,
@@ -163,9 +251,16 @@ class CheckpointManager:
         )
         return final
 
+    def _next_uuid(self, step: int) -> str:
+        uuid = save_uuid(self.run, self.attempt, step, self._saves)
+        self._saves += 1
+        self._begun = step
+        self._committer.ended.add(uuid)
+        return uuid
+
     def _plan(self, plan: Sequence[PlannedTensor]) -> SavePlan:
         # A run saves by the same plan again and again.
-        if self._planned is None or list(self._planned[0]) != list(plan):
+        if self._planned is None or (self._planned[0] is not plan and list(self._planned[0]) != list(plan)):
             self._planned = (plan, plan_save(plan, node_of=lambda rank: rank // self._per_node))
         return self._planned[1]
 
@@ -192,101 +287,369 @@ class CheckpointManager:
                     temp,
                     plan=files,
                     rank=self.rank,
-                    ranges=ranges,
+                    sources=Sources(ranges),
                     uuid=uuid,
                     attempt=self.attempt,
                     step=step,
                 )
         except SiraraError as fault:
             if self.rank != 0:
-                self._tell_committer(temp, fault)
+                tell_committer(self._disk, temp, self.rank, fault)
             raise
 
-    def _tell_committer(self, temp: Path, fault: SiraraError) -> None:
-        # With this the committer need not wait for its deadline; on a full disk it may have to.
-        try:
-            self._disk.write_file(temp / failure_name(self.rank), str(fault).encode())
-        except StorageError:
-            _log.warning("rank %d could not tell rank 0 that its part of the save failed", self.rank)
+    def _manifest(self, files: SavePlan, temp: Path, uuid: str, step: int, state: State) -> Manifest:
+        extras = self._committer.write_extras(files, temp, state.hf_files)
+        reports = wait_for_reports(files, temp, uuid=uuid, step=step, deadline_s=self._deadline_s)
+        return assemble(
+            files,
+            reports,
+            extras,
+            uuid=uuid,
+            run=self.run,
+            attempt=self.attempt,
+            step=step,
+            record=state.record,
+            aliases=state.aliases,
+        )
 
-    def _write_extras(self, files: SavePlan, temp: Path, hf_files: dict[str, bytes]) -> list[FileEntry]:
-        """config.json and its kind, and the index of the weights."""
-        extras = dict(hf_files)
-        if any(t.is_weight for t in files.tensors):
-            extras[INDEX] = weight_index(files)
-        taken = {f.name for f in files.files} | {MANIFEST, VERIFIED}
-        entries = []
-        for name, data in extras.items():
-            if name in taken or "/" in name or name.startswith("."):
-                raise InvariantError(f"{name!r} cannot be the name of a file beside the weights")
-            self._disk.write_file(temp / name, data)
-            check = xxhash.xxh3_128_hexdigest(data)
-            entries.append(FileEntry(name=name, size=len(data), head=len(data), hash=check))
-        return entries
+    # ---- saving beside the training
 
-    def _commit(self, temp: Path, final: Path, manifest: Manifest) -> None:
-        disk = self._disk
-        disk.write_file(temp / MANIFEST, manifest.to_bytes())
-        planned = {f.name for f in manifest.files} | {MANIFEST}
-        for name in sorted(names_in(temp) - planned):
-            disk.remove(temp / name)
-        disk.sync_folder(temp)
-        if self._fence is not None:
-            self._fence()
-        if final.exists():
-            # Another state of this step (damaged, or of an abandoned branch) moves aside, whole.
-            disk.rename(final, self.folder / f".{final.name}.old-{manifest.uuid}")
-        disk.rename(temp, final)
-        disk.sync_folder(self.folder)
+    def prepare(self, plan: Sequence[PlannedTensor]) -> None:
+        """Starts the keeper and makes the arena, so that the first save does not wait for them."""
+        if self.uses_keeper:
+            self._line(plan).ready()
 
-    def _abandon(self, temp: Path) -> None:
-        try:
-            self._disk.remove_tree(temp)
-        except StorageError as fault:
-            _log.warning("could not remove %s: %s", temp, fault.why)
+    def start(
+        self,
+        step: int,
+        state: State,
+        *,
+        tiers: Collection[str],
+        patient: bool = False,
+        alive: Callable[[], object] = lambda: None,
+    ) -> bool:
+        """Begins a save, or not: all ranks do as rank 0 decides. Returns whether it began.
 
-    def _verify(self, final: Path, step: int) -> None:
-        """Reads every piece of the committed step back; raises CheckpointError when the disk returns
-        other bytes."""
-        snapshot = Snapshot(final, run=self.run, step=step)
-        for fault in scrub_pieces(snapshot):
-            raise fault.error()
-        uuid = snapshot.manifest.uuid
-        self._verified.add(uuid)
-        self._faulty.discard(step)
-        try:
-            total = sum(f.size for f in snapshot.manifest.files)
-            mark_verified(self._disk, final, uuid=uuid, bytes_read=total)
-        except StorageError as fault:
-            # The step is committed and good; a later attempt counts it as not verified, no more.
-            _log.warning("step %d is verified, but this could not be noted: %s", step, fault)
-
-    def _tidy(self, step: int) -> None:
-        """Retention, now that `step` is committed and verified. What cannot be deleted is tried again
-        next time."""
-        committed = committed_steps(self.folder)
-        verified: set[int] = set()
-        for s in committed:
-            if s <= step and len(verified) < self._keep_last and self._is_verified(s):
-                verified.add(s)
-        try:
-            for old in expendable(
-                committed, verified, newest=step, keep_last=self._keep_last, keep_every=self._keep_every
-            ):
-                trash = self.folder / f".{step_name(old)}.gone-{self._uuids[-1]}"
-                delete_step(self._disk, self.folder / step_name(old), trash=trash)
-                _log.info("checkpoint of step %d deleted (keep_last %d)", old, self._keep_last)
-            self.clean()
-        except StorageError as fault:
-            _log.warning("step %d is committed, but older ones could not be deleted: %s", step, fault)
-
-    def _is_verified(self, step: int) -> bool:
-        try:
-            snapshot = self.open(step)
-        except (CheckpointError, StorageError):
+        Args:  tiers: those that are due.  patient: this save must be made: it waits for the one before and for no
+               time of a retry.  alive: called while it waits.
+        What becomes of it is told by `poll` and `wait`.
+        """
+        began = time.perf_counter()
+        if not self.uses_keeper:
+            self._in_line(step, state, tiers, patient=patient)
+            return True
+        line = self._line(state.plan)
+        wanted = frozenset(tiers) | self.put_off
+        move, rows, fault = self._decide(line, wanted, patient=patient, alive=alive)
+        if move is not Move.START:
+            self._later(step, move, wanted)
             return False
-        uuid = snapshot.manifest.uuid
-        return uuid in self._verified or is_verified(snapshot.path, uuid=uuid)
+        self.put_off, tiers = frozenset(), rows[0].tiers
+        uuid = self._next_uuid(step)
+        if fault is not None:
+            self._end(JobEnd(step=step, uuid=uuid, fault=fault), tiers)
+            return False
+        check_ranges(line.plan, self.rank, state.ranges)
+
+        def job(arena: str) -> SaveJob:
+            alone = self.rank == 0
+            return SaveJob(
+                step=step,
+                uuid=uuid,
+                attempt=self.attempt,
+                arena=arena,
+                tiers=ordered(tiers),
+                deadline_s=self._deadline_s,
+                ended=tuple(self._lost),
+                addresses=tuple(row.address for row in rows),
+                record=state.record if alone else {},
+                hf_files=state.hf_files if alone else {},
+                aliases=state.aliases if alone else {},
+                scores=dict(self.scores),
+            )
+
+        self._running = _Running(step, uuid, tiers)
+        try:
+            line.stage(job, state.ranges)
+        except StorageError as error:
+            self._end(JobEnd(step=step, uuid=uuid, fault=error), tiers)
+        self._running.stall_s = time.perf_counter() - began
+        if not self.asynchronous:
+            self.wait(alive=alive)
+        return True
+
+    def fence(self) -> None:
+        """Called before the state changes: what is being saved is what it was."""
+        if self._background is not None:
+            self._background.fence()
+
+    def poll(self) -> list[SaveOutcome]:
+        """What has ended, was put off or skipped since the last call. On other ranks than 0 little is known.
+
+        Raises:  what no run survives, RunBusyError for one.
+        """
+        self._hear()
+        ended, self._outcomes = self._outcomes, []
+        return ended
+
+    def save_due(self) -> bool:
+        """On rank 0: whether a save that was put off, or failed, should be made at the next step boundary."""
+        self._hear()
+        if not self.put_off or (self._background is not None and self._background.busy):
+            return False
+        return not self.failures.in_a_row or self.failures.due(time.monotonic())
+
+    def wait(self, *, alive: Callable[[], object] = lambda: None) -> SaveOutcome | None:
+        """Waits until the running save is over, on all ranks together. Returns how the last save ended, which every
+        rank is told; None when there was none."""
+        line, nap_s = self._background, _NAP_S[0]
+        while line is not None:
+            self._hear(flush=True)
+            last = self._last
+            row = Row(
+                busy=line.busy,
+                digest=last.digest if last else "",
+                fault=str(last.fault) if last and last.fault else "",
+            )
+            rows = self._gather(row)
+            if not any(r.busy for r in rows):
+                if self.rank != 0:
+                    self._last = self._as_told(rows[0])
+                break
+            alive()
+            time.sleep(nap_s)
+            nap_s = min(_NAP_S[1], 2 * nap_s)
+        return self._last
+
+    def close(self, *, clean: bool = False) -> None:
+        """Ends the keeper. clean: all is saved, it is waited for and nothing of the run stays in memory."""
+        if self._background is not None:
+            self._background.close(wait_s=_CLOSE_S if clean else 0.0, clean=clean)
+            self._background = None
+
+    def _in_line(self, step: int, state: State, tiers: Collection[str], *, patient: bool) -> None:
+        began = time.perf_counter()
+        backing_off = self.failures.in_a_row > 0
+        if self.rank == 0:
+            move = own_move(
+                busy=False,
+                patient=patient,
+                when_busy=self._when_busy,
+                backing_off=backing_off,
+                due_again=self.failures.due(time.monotonic()),
+            )
+        else:
+            move = Move.START
+        # Only after a failure the ranks need to agree that they save.
+        move = self._gather(Row(move=move))[0].move if backing_off else move
+        if move is not Move.START:
+            self._later(step, move, frozenset(tiers))
+            return
+        self.put_off = frozenset()
+        fault: SiraraError | None = None
+        path = None
+        try:
+            path = self.save(
+                step,
+                plan=state.plan,
+                ranges=state.ranges,
+                record=state.record,
+                hf_files=state.hf_files,
+                aliases=state.aliases,
+            )
+        except SOFT_FAULTS as error:
+            fault = error
+        # All ranks must count the same saves: a disk may be full on one node alone.
+        told = first_fault(self._gather(Row(fault=fault.what if fault else "")))
+        if fault is None and told is not None:
+            fault = StorageError(f"step {step} was not saved: rank {told[0]}: {told[1]}", code="SR603")
+        times = self.times or SaveTimes(total_bytes=0, write_s=0.0)
+        seconds = {
+            "stall": time.perf_counter() - began,
+            "write": times.write_s,
+            "commit": times.commit_s,
+            "verify": times.verify_s,
+        }
+        end = JobEnd(
+            step=step,
+            uuid="",
+            digest=str(state.record.get("digest", "")),
+            path=str(path or ""),
+            total_bytes=times.total_bytes,
+            tiers={}
+            if fault
+            else {"disk": TierResult(ok=True, bytes=times.total_bytes, seconds=seconds["write"])},
+            seconds=seconds,
+            fault=fault,
+        )
+        self._conclude(end, frozenset(tiers))
+
+    def _decide(
+        self, line: Background, wanted: frozenset[str], *, patient: bool, alive: Callable[[], object]
+    ) -> tuple[Move, list[Row], SiraraError | None]:
+        nap_s, waited = _NAP_S[0], False
+        while True:
+            self._hear(flush=True)
+            move, fault, address = Move.START, None, ""
+            if self.rank == 0:
+                move = own_move(
+                    busy=line.busy,
+                    patient=patient,
+                    when_busy=self._when_busy,
+                    backing_off=self.failures.in_a_row > 0,
+                    due_again=self.failures.due(time.monotonic()),
+                )
+            if move is Move.START and not line.busy:
+                try:
+                    if self._kept_in_memory:
+                        line.kept()
+                    line.ready()
+                    address = line.keeper.hello().address if self._needs_addresses else ""
+                except StorageError as error:
+                    fault = error
+            rows = self._gather(
+                Row(
+                    move=move,
+                    tiers=wanted,
+                    busy=line.busy,
+                    kept=self._kept_in_memory,
+                    address=address,
+                    fault=fault.what if fault else "",
+                )
+            )
+            move = joint(rows, patient=patient, when_busy=self._when_busy)
+            if move is not Move.WAIT:
+                break
+            waited = True
+            alive()
+            time.sleep(nap_s)
+            nap_s = min(_NAP_S[1], 2 * nap_s)
+        self.counts.waited += waited
+        told = first_fault(rows)
+        if fault is None and told is not None:
+            fault = StorageError(f"no save was begun: rank {told[0]}: {told[1]}", code="SR603")
+        return move, rows, fault
+
+    def _hear(self, *, flush: bool = False) -> None:
+        line = self._background
+        if line is None:
+            return
+        if flush:
+            line.flush(wait=True)
+        end = line.poll()
+        if end is not None and self._running is not None:
+            self._end(end, self._running.tiers)
+
+    def _end(self, end: JobEnd, tiers: frozenset[str]) -> None:
+        """One rank's part of a save is over; on rank 0 the save is."""
+        running, self._running = self._running, None
+        if self.rank != 0:
+            if end.fault is not None:
+                _log.warning("step %d: %s", end.step, end.fault)
+                # Nobody else may have said it: a keeper that was killed has not.
+                temp = self.folder / temp_name(end.step, end.uuid)
+                temp.mkdir(exist_ok=True)
+                tell_committer(self._disk, temp, self.rank, end.fault)
+            return
+        if end.fault is not None:
+            end = self._committed_after_all(end)
+        if end.fault is not None:
+            self._lost.append(end.uuid)
+            del self._lost[:-_LOST]
+        stall = {"stall": running.stall_s} if running else {}
+        self._conclude(replace(end, seconds=stall | end.seconds), tiers)
+
+    def _committed_after_all(self, end: JobEnd) -> JobEnd:
+        """A keeper may die after its commit."""
+        final = self.folder / step_name(end.step)
+        manifest = committed_manifest(final, run=self.run, step=end.step)
+        if manifest is None or manifest.uuid != end.uuid or isinstance(end.fault, CheckpointError):
+            return end
+        _log.warning("step %d is committed, but: %s", end.step, end.fault)
+        return replace(
+            end,
+            fault=None,
+            path=str(final),
+            digest=str(manifest.record.get("digest", "")),
+            tiers={"disk": TierResult(ok=True)},
+        )
+
+    def _conclude(self, end: JobEnd, tiers: frozenset[str]) -> None:
+        kind = "saved" if end.fault is None else "failed"
+        if end.fault is not None and not isinstance(end.fault, SOFT_FAULTS):
+            raise end.fault
+        if end.fault is None:
+            self.failures.succeeded()
+            self.counts.saved += 1
+            self._kept_in_memory = "memory" in end.tiers and end.tiers["memory"].ok
+        else:
+            self.failures.failed(time.monotonic())
+            self.counts.failed += 1
+            self.put_off |= tiers
+        self._last = SaveOutcome(
+            kind=kind,
+            step=end.step,
+            digest=end.digest,
+            path=Path(end.path) if end.path else None,
+            total_bytes=end.total_bytes,
+            tiers=end.tiers,
+            seconds=end.seconds,
+            fault=end.fault,
+            in_a_row=self.failures.in_a_row,
+        )
+        self._outcomes.append(self._last)
+
+    def _later(self, step: int, move: Move, wanted: frozenset[str]) -> None:
+        if move is Move.SKIP:
+            self.counts.skipped += 1
+        elif move is Move.QUEUE:
+            self.counts.queued += 1
+        if self.rank != 0:
+            return
+        if move is not Move.SKIP:
+            self.put_off = wanted
+        kind = "skipped" if move is Move.SKIP else "queued"
+        why = "a save is still being written" if move is not Move.BACK_OFF else "the save before it failed"
+        self._outcomes.append(SaveOutcome(kind=kind, step=step, why=why))
+
+    def _as_told(self, row: Row) -> SaveOutcome | None:
+        if not row.digest and not row.fault:
+            return None
+        fault = StorageError(f"the save failed on rank 0: {row.fault}", code="SR603") if row.fault else None
+        return SaveOutcome(
+            kind="failed" if fault else "saved", step=self._begun, digest=row.digest, fault=fault
+        )
+
+    def _gather(self, row: Row) -> list[Row]:
+        return [Row.from_bytes(raw) for raw in self._agree(row.to_bytes())]
+
+    def _line(self, plan: Sequence[PlannedTensor]) -> Background:
+        """The way through the keeper, made for the plan that all saves of a run follow."""
+        files = self._plan(plan)
+        if self._background is not None and self._background.plan is not files:
+            self._background.close(wait_s=_CLOSE_S, clean=False)
+            self._background = None
+        if self._background is None:
+            keep_last, keep_every, keep_best = self._keeps
+            settings = KeeperSettings(
+                folder=str(self.folder.absolute()),
+                run=self.run,
+                run_folder=None if self._run_folder is None else str(self._run_folder.path),
+                rank=self.rank,
+                world=self.world,
+                node=self._node,
+                ranks_per_node=self._per_node,
+                attempt=self.attempt,
+                plan=str(self._memory / f"plan-{self.rank}"),
+                memory=str(self._memory),
+                keep_last=keep_last,
+                keep_every=keep_every,
+                keep_best=keep_best,
+                tiers=[tier.model_dump(mode="json") for tier in self._tiers],
+                token=self._token,
+            )
+            self._background = Background(settings, files, log=self._log_file)
+        return self._background
 
     # ---- reading
 
@@ -330,11 +693,8 @@ class CheckpointManager:
         self._faulty.add(step)
         if self.rank == 0:
             _log.warning("checkpoint of step %d cannot be used: %s", step, fault)
-            try:
-                self._disk.remove(self.folder / step_name(step) / VERIFIED)
-            except StorageError as error:
-                _log.warning("%s", error)
+            self._committer.distrust(step)
 
     def clean(self) -> list[str]:
         """Removes what dead attempts and failed saves left. Returns the names of the removed folders."""
-        return clear_leftovers(self._disk, self.folder, attempt=self.attempt, ended=self._uuids)
+        return self._committer.clean()

@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from sirara.pure.saveplan import SavePlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a rank says when its bytes are durable. `hashes`: 16 bytes per piece, in the order of the plan."""
+    """What a rank says when its bytes are durable. `hashes`: 16 bytes per piece, in the order of the plan.
+    `digest`: its part of the state digest, where the trainer has not taken it."""
 
     uuid: str
     attempt: int
@@ -33,6 +34,7 @@ class Report:
     plan: str
     lengths: tuple[int, ...]
     hashes: bytes
+    digest: tuple[int, int] = (0, 0)
 
     def to_bytes(self) -> bytes:
         fields = {
@@ -43,6 +45,7 @@ class Report:
             "plan": self.plan,
             "length": list(self.lengths),
             "hash": self.hashes.hex(),
+            "digest": list(self.digest),
         }
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
@@ -57,6 +60,7 @@ class Report:
             plan=f["plan"],
             lengths=tuple(f["length"]),
             hashes=bytes.fromhex(f["hash"]),
+            digest=(f["digest"][0], f["digest"][1]),
         )
 
 
@@ -69,14 +73,22 @@ def failure_name(rank: int) -> str:
 
 
 def wait_for_reports(
-    plan: SavePlan, temp: Path, *, uuid: str, step: int, deadline_s: float
+    plan: SavePlan,
+    temp: Path,
+    *,
+    uuid: str,
+    step: int,
+    deadline_s: float,
+    orphaned: Callable[[], bool] = lambda: False,
+    orphan_s: float = 0.0,
 ) -> dict[int, Report]:
     """The reports of all ranks that have something to write.
 
+    Args:    orphaned: whether the training has ended; from then on it waits for orphan_s at most.
     Raises:  CommTimeout naming the ranks that did not report in time; StorageError when a rank says that it
              failed; InvariantError when one wrote by another plan.
     """
-    until = time.monotonic() + deadline_s
+    until, patience_s, alone = time.monotonic() + deadline_s, deadline_s, False
     missing, pause_s = set(plan.writers), 0.001
     reports: dict[int, Report] = {}
     while True:
@@ -92,12 +104,15 @@ def wait_for_reports(
         missing -= reports.keys()
         if not missing:
             return reports
+        if not alone and orphaned():
+            alone, patience_s = True, min(deadline_s, orphan_s)
+            until = min(until, time.monotonic() + patience_s)
         if time.monotonic() >= until:
             ranks = ", ".join(map(str, sorted(missing)))
             raise CommTimeout(
                 f"the save of step {step} lacks {len(missing)} of {len(plan.writers)} ranks: {ranks}",
                 where=str(temp),
-                why=f"no report within {deadline_s:g} s",
+                why=f"no report within {patience_s:g} s" + (" of the end of the training" if alone else ""),
                 try_="look at the logs of these ranks; committed checkpoints are untouched",
             )
         time.sleep(pause_s)
@@ -106,7 +121,7 @@ def wait_for_reports(
 
 def _checked(plan: SavePlan, path: Path, rank: int, uuid: str) -> Report:
     report = Report.from_bytes(read_file(path))
-    lengths = tuple(p.length for p in plan.pieces_of.get(rank, ()))
+    lengths = tuple(plan.columns.length[plan.indices_of(rank)].tolist())
     if (report.uuid, report.rank, report.plan, report.lengths) != (uuid, rank, plan.digest, lengths):
         raise InvariantError(
             f"rank {rank} saved by another plan than rank 0",
@@ -133,7 +148,10 @@ def assemble(
         FileEntry(name=f.name, size=f.size, head=f.header_bytes, hash=_hash(f.header(uuid=uuid, step=step)))
         for f in plan.files
     ]
-    left = {rank: iter(_split(report.hashes)) for rank, report in reports.items()}
+    c = plan.columns
+    hashes = np.zeros((len(c), HASH_BYTES), np.uint8)
+    for rank, report in reports.items():
+        hashes[plan.indices_of(rank)] = np.frombuffer(report.hashes, np.uint8).reshape(-1, HASH_BYTES)
     return Manifest(
         uuid=uuid,
         run=run,
@@ -147,13 +165,13 @@ def assemble(
         files=(*files, *extras),
         tensors=tuple(TensorEntry(name=t.name, dtype=t.dtype, shape=t.shape) for t in plan.tensors),
         pieces=Pieces(
-            tensor=_column(p.tensor for p in plan.pieces),
-            offset=_column(o for p in plan.pieces for o in p.box.offset),
-            size=_column(n for p in plan.pieces for n in p.box.size),
-            file=_column(p.file for p in plan.pieces),
-            position=_column(p.position for p in plan.pieces),
-            length=_column(p.length for p in plan.pieces),
-            hashes=b"".join(next(left[p.rank]) for p in plan.pieces),
+            tensor=c.at.tensor,
+            offset=c.at.offset,
+            size=c.at.size,
+            file=c.file,
+            position=c.position,
+            length=c.length,
+            hashes=hashes.tobytes(),
         ),
     )
 
@@ -170,11 +188,3 @@ def software_versions() -> dict[str, str]:
 
 def _hash(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
-
-
-def _split(hashes: bytes) -> Iterable[bytes]:
-    return (hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES))
-
-
-def _column(values: Iterable[int]) -> np.ndarray:
-    return np.fromiter(values, np.int64)

@@ -23,6 +23,11 @@ def step_name(step: int) -> str:
     return f"step-{step:09d}"
 
 
+def temp_name(step: int, uuid: str) -> str:
+    """The folder of a save in progress."""
+    return f".{step_name(step)}.tmp-{uuid}"
+
+
 def save_uuid(run: str, attempt: int, step: int, count: int) -> str:
     """A version 8 UUID that begins with the attempt: the same on every rank without talking, never reused."""
     text = f"{run}\0{attempt}\0{step}\0{count}".encode()

@@ -80,6 +80,14 @@ def end_processes(processes: Iterable[ProcessId], *, grace_s: float, kill_s: flo
     return left
 
 
+def wait_for_processes(processes: Iterable[ProcessId], *, wait_s: float) -> list[ProcessId]:
+    """Waits until those that are alive here have ended by themselves.  Returns those that have not."""
+    left = [process for process in processes if process.alive]
+    with _watching(left) as watched:
+        _wait_for_exit([fd for _, fd in watched], time.monotonic() + wait_s)
+    return [process for process in left if process.alive]
+
+
 @contextlib.contextmanager
 def _watching(processes: Iterable[ProcessId]) -> Iterator[list[tuple[ProcessId, int]]]:
     watched: list[tuple[ProcessId, int]] = []

@@ -28,11 +28,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
-from sirara.config.processes import ProcessId, end_processes
+from sirara.config.processes import ProcessId, end_processes, wait_for_processes
 from sirara.errors import CheckpointError, ConfigError, RunBusyError, StorageError
 from sirara.events import JsonLines, read
 
 FORMAT = 1
+WRITERS_S = 120.0
+"""How long a new attempt waits for the writers of older ones to commit what they have in hand."""
 FOLDERS = ("checkpoints", "exports", "crash", "logs", "control/attempts")
 RECORDED_PACKAGES = (
     "sirara",
@@ -94,6 +96,7 @@ class RunFolder:
                 "name": config.name,
                 "created": now,
                 "identity": identity,
+                "token": secrets.token_hex(16),
             }
             write_durably(run.path / "run.json", json.dumps(record, indent=1))
         except OSError as error:
@@ -244,14 +247,17 @@ class RunFolder:
             (int(name[:-6]) for name in names if name.endswith(".jsonl") and name[:-6].isdigit()), default=0
         )
 
-    def begin_attempt(self, *, wait_s: float = 0.0, grace_s: float = 5.0) -> int:
+    def begin_attempt(
+        self, *, wait_s: float = 0.0, grace_s: float = 5.0, writers_s: float = WRITERS_S
+    ) -> int:
         """Makes the caller the owner of the run under a new attempt number, which is on disk when this
         returns.
 
         Processes of older attempts that are alive on this host are ended: SIGTERM, after grace_s SIGKILL.
+        Writers come first, while their attempt still owns the run: they may be about to commit a step.
         The owner may call it again for its next attempt (a restart).
 
-        Args:    wait_s: how long to wait for another owner to end.
+        Args:    wait_s: how long to wait for another owner to end.  writers_s: how long writers may take.
         Raises:  RunBusyError when another process owns the run, or one of an older attempt cannot be ended.
         """
         first = self._lock_fd < 0
@@ -259,6 +265,7 @@ class RunFolder:
             self._take_lock(wait_s)
             for request in ("save", "stop", "deadline"):  # what was said to an older life
                 (self.control / request).unlink(missing_ok=True)
+        self._wait_for_writers(writers_s, grace_s)
         number = self._raise_attempt()
         old = [process for n in range(1, number) for process in self.processes(n)]
         left = end_processes([process for process in old if process.pid != os.getpid()], grace_s=grace_s)
@@ -291,9 +298,10 @@ class RunFolder:
             file.append({"role": role, "rank": rank, **ProcessId.current().as_record()})
         self.check_attempt(attempt)
 
-    def processes(self, attempt: int) -> list[ProcessId]:
-        """The processes that one attempt has noted, its owner first."""
-        found = (ProcessId.from_record(record) for record in read(self._attempt_file(attempt)))
+    def processes(self, attempt: int, *, role: str | None = None) -> list[ProcessId]:
+        """The processes that one attempt has noted, its owner first; only those of a role if it is given."""
+        records = read(self._attempt_file(attempt))
+        found = (ProcessId.from_record(r) for r in records if role is None or r.get("role") == role)
         return [process for process in found if process is not None]
 
     def owner(self) -> ProcessId | None:
@@ -323,6 +331,16 @@ class RunFolder:
                 )
             time.sleep(0.05)
         self._lock_fd = fd
+
+    def _wait_for_writers(self, writers_s: float, grace_s: float) -> None:
+        """Ends what feeds the writers of older attempts, then gives them time to end by themselves."""
+        last = self.attempt() + 1
+        writers = [w for n in range(1, last) for w in self.processes(n, role="writer") if w.alive]
+        if not writers:
+            return
+        workers = [p for n in range(1, last) for p in self.processes(n, role="worker")]
+        end_processes([p for p in workers if p.pid != os.getpid()], grace_s=grace_s)
+        wait_for_processes(writers, wait_s=writers_s)
 
     def _raise_attempt(self) -> int:
         line = json.dumps({"role": "owner", "rank": None, **ProcessId.current().as_record()}) + "\n"

@@ -12,11 +12,11 @@ from typing import Literal
 
 from sirara.config.run_folder import RunFolder
 from sirara.config.schema import RunConfig
-from sirara.errors import ConfigError, StorageError
+from sirara.errors import ConfigError, SiraraError
 from sirara.events import JsonLines
 from sirara.pure.families import parameter_count
 from sirara.pure.split import blocks_per_stage
-from sirara.train.own_loop import SAVE, STOP, Trainer
+from sirara.train.own_loop import GIVE_UP, SAVE, STOP, SaveOutcome, Trainer
 from sirara.train.step import StepResult
 
 _log = logging.getLogger("sirara")
@@ -74,35 +74,32 @@ def _run(
     requests: Callable[[], str],
     alive: Callable[[], object] = lambda: None,
 ) -> Outcome:
-    digest, saved, failures = "", -1, 0
     while trainer.step < config.train.steps:
-        result = trainer.train_step(request=_CODES[requests()])
+        result = trainer.train_step(request=max(_CODES[requests()], trainer.save_wish()))
         last = trainer.step == config.train.steps
+        journal.saves(trainer.saves())
         if result.skipped:
             journal.skipped(result)
         evals: dict[str, float] = {}
         # A stop comes before an evaluation, which may take longer than the patience of whoever asked.
-        if last or (_due(trainer.step, config.train.eval_every) and result.request != STOP):
+        if last or (_due(trainer.step, config.train.eval_every) and result.request < STOP):
             journal.evaluates()
             evals = trainer.evaluate(alive=alive)
         # Before the save: a kill right after its commit must not leave a step without a record.
         journal.step(result, evals)
-        if last or result.request or _due(trainer.step, config.checkpoint.every):
+        if result.request == GIVE_UP:
+            raise trainer.give_up(alive=alive)
+        if last or result.request == STOP:
             try:
-                digest, saved, failures = str(trainer.save()), trainer.step, 0
-                journal.event("save", step=trainer.step, digest=digest)
-            except StorageError as error:
-                failures += 1
-                journal.save_failed(error, failures)
-                if last or result.request == STOP or failures > config.checkpoint.max_failures:
-                    raise
-        if result.request == STOP and not last:
-            journal.event("stop", step=trainer.step, digest=digest)
-            return journal.outcome("stopped", digest)
-    if saved != trainer.step:
-        digest = str(trainer.digest())
-    journal.event("done", step=trainer.step, digest=digest)
-    return journal.outcome("done", digest)
+                digest = str(trainer.save(alive=alive))
+            finally:
+                journal.saves(trainer.saves())
+            return journal.end("done" if last else "stopped", digest)
+        tiers = trainer.due_tiers(requested=result.request == SAVE)
+        if tiers or result.request == SAVE:
+            trainer.start_save(tiers=tiers, alive=alive)
+            journal.saves(trainer.saves())
+    return journal.end("done", str(trainer.digest()))
 
 
 def _due(step: int, every: int | None) -> bool:
@@ -115,8 +112,8 @@ class _Journal:
     def __init__(self, config: RunConfig, run: RunFolder, attempt: int, trainer: Trainer) -> None:
         self.config, self.trainer, self.run = config, trainer, run
         self.speaks = trainer.world.rank == 0
-        self.events = JsonLines(run.events, attempt=attempt) if self.speaks else None
-        self.metrics = JsonLines(run.metrics, attempt=attempt) if self.speaks else None
+        self.events = JsonLines(run.events, patient=True, attempt=attempt) if self.speaks else None
+        self.metrics = JsonLines(run.metrics, patient=True, attempt=attempt) if self.speaks else None
 
     def event(self, kind: str, **fields: object) -> None:
         if self.events is not None:
@@ -187,15 +184,36 @@ class _Journal:
         if self.speaks and batches:
             _log.info("step %d: evaluating %d batches", self.trainer.step, batches)
 
-    def save_failed(self, error: StorageError, failures: int) -> None:
-        self.event("save_failed", step=self.trainer.step, error=str(error), in_a_row=failures)
-        _log.error(
-            "the checkpoint of step %d could not be written (%d in a row, %d end the run); older ones are kept\n%s",
-            self.trainer.step,
-            failures,
-            self.config.checkpoint.max_failures + 1,
-            error,
-        )
+    def saves(self, outcomes: list[SaveOutcome]) -> None:
+        """What became of saves since the last step."""
+        for outcome in outcomes:
+            if outcome.fault is not None:
+                self._save_failed(outcome, outcome.fault)
+            elif outcome.kind == "saved":
+                self._saved(outcome)
+            else:
+                self.event("save_skipped", step=outcome.step, why=outcome.why, put_off=outcome.kind == "queued")
+                if self.speaks:
+                    _log.info("the checkpoint of step %d is %s: %s", outcome.step, outcome.kind, outcome.why)
+
+    def _saved(self, outcome: SaveOutcome) -> None:
+        tiers = {name: "kept" if result.ok else result.fault for name, result in outcome.tiers.items()}
+        seconds = {name: round(value, 6) for name, value in outcome.seconds.items()}
+        self.event("save", step=outcome.step, digest=outcome.digest, tiers=tiers, seconds=seconds)
+        for name, result in outcome.tiers.items():
+            if self.speaks and not result.ok:
+                _log.warning("step %d is not kept in tier %s: %s", outcome.step, name, result.fault)
+
+    def _save_failed(self, outcome: SaveOutcome, error: SiraraError) -> None:
+        self.event("save_failed", step=outcome.step, error=str(error), in_a_row=outcome.in_a_row)
+        if self.speaks:
+            _log.error(
+                "the checkpoint of step %d could not be written (%d in a row, %d end the run); older ones are kept\n%s",
+                outcome.step,
+                outcome.in_a_row,
+                self.config.checkpoint.max_failures,
+                error,
+            )
 
     def step(self, result: StepResult, evals: dict[str, float]) -> None:
         if self.metrics is None:
@@ -229,8 +247,10 @@ class _Journal:
                 "".join(f"  {name} {value:.4f}" for name, value in evals.items()),
             )
 
-    def outcome(self, reason: Literal["done", "stopped"], digest: str) -> Outcome:
+    def end(self, reason: Literal["done", "stopped"], digest: str) -> Outcome:
+        """Writes down that the attempt is over and says how."""
         trainer = self.trainer
+        self.event("stop" if reason == "stopped" else "done", step=trainer.step, digest=digest)
         folder = self.run.checkpoints / f"step-{trainer.step:09d}"
         return Outcome(
             reason=reason,

@@ -11,7 +11,7 @@ with Trainer(config, run, attempt=1) as trainer:
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -21,14 +21,15 @@ import torch
 from sirara.checkpoint.digest import Digest
 from sirara.checkpoint.export import with_generation_files
 from sirara.checkpoint.hf import HfReader, hf_config
-from sirara.checkpoint.manager import CheckpointManager, Restored
+from sirara.checkpoint.job import SaveOutcome
+from sirara.checkpoint.manager import CheckpointManager, PlannedTensor, Restored, State
 from sirara.comm.world import World, connect, connect_axes, disconnect
 from sirara.config.load import model_shape
 from sirara.config.run_folder import RunFolder
 from sirara.config.schema import RunConfig
 from sirara.data.batches import Batches, EvalBatches
 from sirara.device import open_device
-from sirara.errors import CheckpointError, StorageError
+from sirara.errors import CheckpointError, InvariantError, StorageError
 from sirara.mesh import build_mesh
 from sirara.pure.families import TensorSpec, init_slice
 from sirara.pure.rng import DropoutKey
@@ -40,7 +41,7 @@ from sirara.train.lr import lr_at
 from sirara.train.precision import precision_of
 from sirara.train.step import StepResult
 
-SAVE, STOP = 1, 2
+SAVE, STOP, GIVE_UP = 1, 2, 3
 """Requests as ranks agree on them: the largest one of all ranks wins."""
 
 _FAULT_BYTES = 400
@@ -80,6 +81,9 @@ class Trainer:
         self.shape = model_shape(config, self.vocab)
         self.specs = specs_of(config, self.shape)
         self._build()
+        self._plan: list[PlannedTensor] | None = None
+        self._hf: dict[str, bytes] | None = None
+        checkpoint = config.checkpoint
         self.manager = CheckpointManager(
             run.checkpoints,
             # Not the folder's name: a folder may be renamed, or copied.
@@ -88,11 +92,21 @@ class Trainer:
             world=self.world.size,
             node=self.world.node,
             attempt=attempt,
-            keep_last=config.checkpoint.keep_last,
-            keep_every=config.checkpoint.keep_every,
+            keep_last=checkpoint.keep_last,
+            keep_every=checkpoint.keep_every,
             ranks_per_node=self.world.local_size,
+            keep_best=checkpoint.keep_best,
             fence=lambda: run.check_attempt(attempt),
             deadline_s=timeout_s,
+            tiers=checkpoint.tiers,
+            asynchronous=checkpoint.async_,
+            when_busy=checkpoint.when_busy,
+            max_failures=checkpoint.max_failures,
+            retry_s=checkpoint.retry,
+            run_folder=run,
+            log=run.logs(attempt) / f"writer-{self.world.rank:05d}.log",
+            token=str(run.record().get("token", "")),
+            agree=self._gather_bytes,
         )
         self._arithmetic = arithmetic(
             config, device=self.device.model, threads=torch.get_num_threads(), layout=self.layout
@@ -127,6 +141,7 @@ class Trainer:
             self.state.zero.initialise(lambda spec, a, b: reader.read_slice(spec.name, a, b))
         else:
             self.state.zero.initialise(self._drawn)
+        self.manager.prepare(self._save_plan())
 
     def resume(self) -> Restored:
         """Continues from the newest committed step that is complete and intact, or starts when there is none.
@@ -139,6 +154,7 @@ class Trainer:
         if restored is None:
             self.start()
             return Restored(step=0, skipped=())
+        self.manager.prepare(self._save_plan())
         self.state.complete()
         snapshot = self.manager.open(restored.step)
         record = snapshot.record
@@ -234,6 +250,8 @@ class Trainer:
         self.batches.prefetch(counters.samples + batch, mine)
         valid = self.batches.valid_targets(counters.samples, batch)
         losses = self.stepper.accumulate(inputs, valid_targets=valid, keys=self._keys(mine))
+        # A snapshot may have been taken beside the backward; the update must not overtake it.
+        self.manager.fence()
         result = self.stepper.finish(
             losses, valid_targets=valid, lr=self.lr, update=counters.updates + 1, request=request
         )
@@ -262,10 +280,14 @@ class Trainer:
 
         Args:  alive: called after each batch.
         """
-        return {
+        losses = {
             name: evaluate(self.stepper.stage, batches, mesh=self.mesh, alive=alive)
             for name, batches in self.eval_sets.items()
         }
+        best = self.config.checkpoint.keep_best
+        if best is not None:
+            self.manager.scores[self.step] = losses[best.split("/")[1]]
+        return losses
 
     # ---- checkpoints
 
@@ -287,17 +309,80 @@ class Trainer:
         """The state digest: one value for one logical state, whatever the layout."""
         return self.state.digest()
 
-    def save(self) -> Digest:
-        """Saves the state of the step just done and returns its digest; replicas are compared first.
+    def save(self, *, alive: Callable[[], object] = lambda: None) -> Digest:
+        """Saves the state of the step just done in all tiers, waits until it is committed and returns its digest.
 
         Raises:  StorageError when it could not be written; older steps are untouched then.
         """
+        self.start_save(tiers=self.manager.tiers, patient=True, alive=alive)
+        outcome = self.finish_saves(alive=alive)
+        if outcome is None or outcome.fault is not None:
+            raise (outcome and outcome.fault) or InvariantError("a save that was begun has no end")
+        return Digest.parse(outcome.digest)
+
+    def start_save(
+        self,
+        *,
+        tiers: Collection[str] | None = None,
+        patient: bool = False,
+        alive: Callable[[], object] = lambda: None,
+    ) -> bool:
+        """Begins a save of the step just done; with `checkpoint.async` the training goes on while it is written.
+
+        Replicas are compared first.  All ranks call it at the same step; what rank 0 knows decides for all.
+
+        Args:    tiers: default: those that are due at this step.  patient: it must be made, so it waits for a save
+                 that is still being written, and for no time of a retry.  alive: called while it waits.
+        Returns: whether it began; how it ends is told by `saves` and `finish_saves`.
+        """
         began = time.perf_counter()
         self.state.check_replicas()
-        digest = self.digest()
+        tiers = self.due_tiers() if tiers is None else tiers
+        begun = self.manager.start(self.step, self._saved_state(), tiers=tiers, patient=patient, alive=alive)
+        self._stall_s += time.perf_counter() - began
+        return begun
+
+    def due_tiers(self, *, requested: bool = False) -> tuple[str, ...]:
+        """The tiers of a save of this step: those that are due, all of them when somebody has asked for it."""
+        # What asked may be a save that was put off; its tiers are known.
+        if requested and not self.manager.put_off:
+            return self.manager.tiers
+        return self.manager.due_tiers(self.step, self.config.checkpoint.every)
+
+    def saves(self) -> list[SaveOutcome]:
+        """The saves that ended, or were put off or skipped, since the last call; rank 0 knows of them."""
+        return self.manager.poll()
+
+    def finish_saves(self, *, alive: Callable[[], object] = lambda: None) -> SaveOutcome | None:
+        """Waits, on all ranks together, until no save is being written; how the last one ended, None without one."""
+        return self.manager.wait(alive=alive)
+
+    def save_wish(self) -> int:
+        """What this rank asks of the next step for the sake of saves: SAVE for one that was put off, GIVE_UP after
+        too many failures in a row, otherwise 0."""
+        if self.manager.failures.fatal:
+            return GIVE_UP
+        return SAVE if self.manager.save_due() else 0
+
+    def give_up(self, *, alive: Callable[[], object] = lambda: None) -> StorageError:
+        """The error that ends a run which cannot save any more; the state is kept in memory where there is such a
+        tier."""
+        kept = "memory" in self.manager.tiers
+        if kept:
+            self.start_save(tiers=("memory",), patient=True, alive=alive)
+            last = self.finish_saves(alive=alive)
+            kept = last is not None and last.fault is None
+        failures = self.manager.failures
+        return StorageError(
+            f"{failures.in_a_row or 'too many'} saves in a row have failed",
+            code="SR606",
+            why=f"step {self.step} is kept in memory" if kept else "nothing of the last steps is kept",
+            try_=["free some space, then: sirara resume " + self.run.id, "checkpoint.max_failures=20"],
+        )
+
+    def _saved_state(self) -> State:
         counters = self.state.counters
         record = self.state.record() | {
-            "digest": str(digest),
             "loss": self.loss.hex(),
             "lr": self.lr,
             "seed": self.config.seed,
@@ -307,35 +392,44 @@ class Trainer:
             "arithmetic": self._arithmetic,
             "layout": self.layout,
         }
-        fault: StorageError | None = None
-        try:
-            self.manager.save(
-                counters.step,
-                plan=self.state.plan(),
-                ranges=self.state.ranges(),
-                record=record,
-                hf_files=self._hf_files(),
-                aliases={t.name: t.tied_to for unit in self.specs for t in unit.tensors if t.tied_to},
-            )
-        except StorageError as error:
-            fault = error
-        # All ranks must count the same saves: a disk may be full on one node alone.
-        text = self._first_fault(fault.what if fault else "")
-        if fault or text:
-            raise fault or StorageError(f"step {counters.step} was not saved: {text}", code="SR603")
-        self._stall_s += time.perf_counter() - began
-        return digest
+        if not self.manager.uses_keeper:
+            # A keeper takes it of the pieces, while the training goes on.
+            record["digest"] = str(self.digest())
+        return State(
+            plan=self._save_plan(),
+            ranges=self.state.ranges(),
+            record=record,
+            hf_files=self._hf_files(),
+            aliases={t.name: t.tied_to for unit in self.specs for t in unit.tensors if t.tied_to},
+        )
+
+    def _save_plan(self) -> list[PlannedTensor]:
+        if self._plan is None:
+            self._plan = self.state.plan()
+        return self._plan
+
+    def _gather_bytes(self, row: bytes) -> list[bytes]:
+        tensor = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(self.device.torch_device)
+        rows = self.comm.gather_rows("agree on the save", tensor).cpu()
+        return [bytes(r.tolist()) for r in rows]
 
     def _hf_files(self) -> dict[str, bytes]:
         """What makes the step folder a model that generates: config, tokenizer and their like."""
-        dtype = precision_of(self.config.train.precision).weights
-        files = {"config.json": json.dumps(hf_config(self.shape, dtype)).encode()}
-        if self.tokenizer is not None:
-            files["tokenizer.json"] = self.tokenizer.read_bytes()
-        return with_generation_files(files)
+        if self._hf is None:
+            dtype = precision_of(self.config.train.precision).weights
+            files = {"config.json": json.dumps(hf_config(self.shape, dtype)).encode()}
+            if self.tokenizer is not None:
+                files["tokenizer.json"] = self.tokenizer.read_bytes()
+            self._hf = with_generation_files(files)
+        return self._hf
 
-    def close(self) -> None:
-        """Ends threads and leaves the process group."""
+    def close(self, *, clean: bool = False) -> None:
+        """Ends threads and leaves the process group.
+
+        clean: the work is done; otherwise the keeper finishes what it has in hand by itself.
+        """
+        if hasattr(self, "manager"):
+            self.manager.close(clean=clean)
         if hasattr(self, "batches"):
             self.batches.close()
         disconnect()
@@ -349,4 +443,4 @@ class Trainer:
         if error is not None and self.comm.alarm is not None:
             # The other ranks wait for this one: they hear why it leaves.
             self.comm.alarm.ring(error)
-        self.close()
+        self.close(clean=error is None)

@@ -21,11 +21,15 @@ def test_a_kill_right_after_a_commit_leaves_the_record_of_the_step() -> None:
         trainer.step += 1
         return SimpleNamespace(skipped=False, request=request)
 
-    def save() -> Any:
+    def save(**_: Any) -> Any:
         raise Killed
 
-    trainer.train_step, trainer.save = train_step, save
-    journal: Any = SimpleNamespace(step=lambda result, evals: written.append(trainer.step))
+    trainer.train_step, trainer.start_save = train_step, save
+    trainer.save_wish, trainer.saves = lambda: 0, list
+    trainer.due_tiers = lambda **_: ("disk",) if trainer.step == 2 else ()
+    journal: Any = SimpleNamespace(
+        step=lambda result, evals: written.append(trainer.step), saves=lambda outcomes: None
+    )
     config: Any = SimpleNamespace(
         train=SimpleNamespace(steps=9, eval_every=None), checkpoint=SimpleNamespace(every=2)
     )
