@@ -214,7 +214,7 @@ def test_what_a_file_system_holds_is_known_before_training(small):
 # ---- whole runs
 
 
-STEPS = ("train.steps=120", "checkpoint.every=5", "checkpoint.keep_last=1", "checkpoint.retry=0.01s")
+STEPS = ("train.steps=120", "checkpoint.every=20", "checkpoint.keep_last=1", "checkpoint.retry=0.01s")
 EQUAL = ("step", "loss_hex", "digest", "tokens")
 
 
@@ -298,9 +298,8 @@ def test_training_goes_on_while_the_disk_of_the_whole_run_is_full(project, peace
         -1
     ]
     assert sum(e["kind"] == "save_failed" for e in events) >= 2
-    # Retried at a step boundary of its own, not at the next multiple of checkpoint.every.
-    failed = next(n for n, e in enumerate(events) if e["kind"] == "save_failed")
-    assert any(e["kind"] == "save" for e in events[failed:])
+    # Tried again at step boundaries of its own, not at the next multiple of checkpoint.every.
+    assert any(e["step"] % 20 for e in events if e["kind"] == "save_failed")
     # No record was lost, though the disk took none for a while.
     assert "records wait in memory" in err and "takes records again" in err
     assert [m["step"] for m in read(run.metrics)] == list(range(1, peace["step"] + 1))
@@ -314,7 +313,7 @@ def test_too_many_failures_in_a_row_end_the_run_with_74_and_resume_is_equal(proj
     assert code == 74, err
     assert err.count(FAILED) == 3 and "no space left" in err
     kept = run.committed_steps()
-    assert kept and 5 <= kept[-1] < peace["step"]
+    assert kept and 20 <= kept[-1] < peace["step"]
     # The disk is still full: nothing is started on it.
     refused = project.sirara("resume", str(run.path))
     assert refused.code == 3 and "error[SR260]: no space left for checkpoints (disk)" in refused.err

@@ -7,16 +7,21 @@ in the run folder, so that the first save of an attempt knows them.
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from sirara.checkpoint.job import SaveOutcome
 from sirara.config.run_folder import write_durably
+from sirara.errors import StorageError
 
 _log = logging.getLogger("sirara")
 
 FILE = "control/bandwidth.json"
 """In the run folder."""
 SAMPLES = 5
+PHASES = ("hash", "write", "commit", "verify")
+UNMEASURED = 200e6
+"""Bytes per second of a disk that no save has measured."""
 SAFETY = 1.25
 """A deadline comes when everybody else is saving as well."""
 # Too small a save measures only its own fixed costs, which are not per byte.
@@ -90,20 +95,71 @@ def why_not(
     return f"{max(0.0, seconds_left):.1f} s left; {', '.join(out)}" if out else ""
 
 
-def seconds_left(deadline: float | None, *, now: float | None = None) -> float | None:
-    """Until a deadline in epoch seconds, as `launch.signals.Requests.deadline` gives it."""
-    return None if deadline is None else deadline - (time.time() if now is None else now)
+class Pace:
+    """What a run asks about its saves and the clock.
 
-
-def must_stop(sizes: Mapping[str, int], left: float | None, bandwidth: Bandwidth, *, step_s: float) -> bool:
-    """Whether the last save must begin at this step boundary: after one more step the time would no longer do.
-
-    Args:  sizes: of the tiers that it must reach. Where none is measured, the time of two steps is all that is kept.
+    Args:  path: `<run>/control/bandwidth.json`.  tiers: all of the run, in the order of the configuration.
+           total_bytes: of one step.  speaks: whether this rank hears how saves end (rank 0) and decides for all.
     """
-    if left is None:
-        return False
-    known = [s for t in sizes if (s := bandwidth.seconds(t, sizes[t])) is not None]
-    return left < 2 * step_s + max(known, default=0.0)
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        tiers: Sequence[str],
+        total_bytes: int,
+        speaks: bool,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.bandwidth = Bandwidth(path)
+        self._sizes = dict.fromkeys(tiers, total_bytes)
+        self._speaks, self._now = speaks, now
+
+    def learn(self, outcomes: Iterable[SaveOutcome]) -> None:
+        """Takes the times of saves that ended well and keeps them for later attempts."""
+        kept = [o for o in outcomes if o.kind == "saved" and o.fault is None]
+        if not self._speaks or not kept:
+            return
+        for outcome in kept:
+            for tier, result in outcome.tiers.items():
+                whole = sum(outcome.seconds.get(phase, 0.0) for phase in PHASES) if tier == "disk" else 0.0
+                if result.ok:
+                    size = outcome.total_bytes or result.bytes
+                    self.bandwidth.note(tier, size=size, seconds=max(whole, result.seconds))
+        self.bandwidth.store()
+
+    def tiers_in_time(self, deadline: float | None) -> tuple[str, ...]:
+        """The tiers of a last save that must end before `deadline` (epoch seconds); none when none would."""
+        if deadline is None:
+            return tuple(self._sizes)
+        left = deadline - self._now()
+        chosen = choose(self._sizes, left, self.bandwidth)
+        said = why_not(self._sizes, left, self.bandwidth, chosen)
+        if said and self._speaks:
+            _log.warning("a save to all tiers would not end in time: %s", said)
+        return tuple(chosen)
+
+    def must_stop(self, deadline: float | None, *, step_s: float) -> bool:
+        """Whether the last save must begin at the next step boundary, because after one more step the time would no
+        longer do."""
+        if deadline is None or not self._speaks:
+            return False
+        seconds = self.bandwidth.seconds("disk", self._sizes["disk"])
+        guess = SAFETY * self._sizes["disk"] / UNMEASURED
+        return deadline - self._now() < 2 * step_s + (guess if seconds is None else seconds)
+
+    def too_late(self, step: int, deadline: float | None) -> StorageError:
+        """The error of a save that is not started."""
+        left = max(0.0, (deadline or 0.0) - self._now())
+        return StorageError(
+            f"the save of step {step} cannot end before the deadline and was not started",
+            code="SR605",
+            why=why_not(self._sizes, left, self.bandwidth, []),
+            try_=[
+                "a larger launch.stop_grace, if whoever stops the run waits as long",
+                "a tier that is faster",
+            ],
+        )
 
 
 def _read(path: Path) -> dict[str, list[float]]:

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from sirara.checkpoint.deadline import Bandwidth, choose, must_stop, seconds_left, why_not
+from sirara.checkpoint.deadline import Bandwidth, Pace, choose, why_not
+from sirara.checkpoint.job import SaveOutcome, TierResult
+from sirara.errors import StorageError
 
 GB = 10**9
 SIZES = {"memory": GB, "disk": GB, "object": 2 * GB}
@@ -99,15 +101,60 @@ def test_figures_that_cannot_be_stored_fail_nothing(tmp_path, caplog):
     assert "could not be stored" in caplog.text
 
 
-def test_the_run_stops_by_itself_when_one_more_step_would_leave_too_little(measured):
-    disk = {"disk": GB}
-    assert not must_stop(disk, None, measured, step_s=1.0)
-    assert not must_stop(disk, 2 * 1.0 + 2.6, measured, step_s=1.0)
-    assert must_stop(disk, 2 * 1.0 + 2.5, measured, step_s=1.0)
-    assert must_stop({"peer": GB}, 1.9, measured, step_s=1.0)
-    assert not must_stop({"peer": GB}, 2.1, measured, step_s=1.0)
+# ---- what a run asks
 
 
-def test_seconds_left_are_counted_from_the_clock():
-    assert seconds_left(None) is None
-    assert seconds_left(1000.0, now=990.5) == 9.5
+def pace(tmp_path, *, speaks: bool = True, tiers=("memory", "disk"), now: float = 1000.0) -> Pace:
+    return Pace(tmp_path / "pace.json", tiers=tiers, total_bytes=GB, speaks=speaks, now=lambda: now)
+
+
+def saved(**seconds) -> SaveOutcome:
+    return SaveOutcome(
+        kind="saved",
+        step=1,
+        total_bytes=GB,
+        tiers={
+            "memory": TierResult(ok=True, bytes=GB // 2, seconds=0.15),
+            "disk": TierResult(ok=True, bytes=GB // 2, seconds=seconds.get("write", 0.0)),
+            "object": TierResult(ok=False, fault="503", bytes=GB, seconds=0.1),
+        },
+        seconds=seconds,
+    )
+
+
+def test_times_are_learnt_from_saves_that_were_kept_by_the_rank_that_hears_of_them(tmp_path):
+    one = pace(tmp_path)
+    one.learn([saved(stall=9.0, write=1.0, commit=0.05, verify=1.0)])
+    one.learn([SaveOutcome(kind="failed", step=2, total_bytes=GB, fault=StorageError("full"))])
+    one.learn([SaveOutcome(kind="queued", step=3)])
+    assert one.bandwidth.rate("disk") == pytest.approx(GB / 2.0)
+    assert one.bandwidth.rate("memory") == pytest.approx(GB / 0.1)
+    assert one.bandwidth.rate("object") is None
+    other = pace(tmp_path / "other", speaks=False)
+    other.learn([saved(write=1.0)])
+    assert other.bandwidth.rate("disk") is None
+    assert pace(tmp_path).bandwidth.rate("disk") == one.bandwidth.rate("disk")
+
+
+def test_a_last_save_goes_to_the_tiers_that_end_in_time(tmp_path, caplog):
+    one = pace(tmp_path, tiers=("memory", "disk", "object"))
+    one.learn([saved(write=2.05)])
+    assert one.tiers_in_time(None) == ("memory", "disk", "object")
+    assert caplog.records == []
+    assert one.tiers_in_time(1002.6) == ("memory", "object")
+    assert caplog.messages == ["a save to all tiers would not end in time: 2.6 s left; disk needs 2.6 s"]
+    assert one.tiers_in_time(1000.0) == ()
+    error = one.too_late(7, 1000.0)
+    assert error.code == "SR605" and error.exit_code == 74
+    assert error.why == "0.0 s left; memory needs 0.2 s, disk needs 2.6 s, object"
+
+
+def test_the_run_stops_by_itself_when_one_more_step_would_leave_too_little(tmp_path):
+    one = pace(tmp_path)
+    assert not one.must_stop(None, step_s=1.0)
+    assert one.must_stop(1000.0 + 2 * 1.0 + 6.2, step_s=1.0)  # not measured: 200 MB/s, and a margin
+    assert not one.must_stop(1000.0 + 2 * 1.0 + 6.3, step_s=1.0)
+    one.learn([saved(write=2.05)])
+    assert one.must_stop(1000.0 + 2 * 1.0 + 2.5, step_s=1.0)
+    assert not one.must_stop(1000.0 + 2 * 1.0 + 2.6, step_s=1.0)
+    assert not pace(tmp_path, speaks=False).must_stop(1.0, step_s=1.0)
