@@ -8,6 +8,7 @@ import xxhash
 from sirara.checkpoint.copies import FolderCopy
 from sirara.checkpoint.generation import CHUNK_BYTES, GenerationStore, Member, ParityBlock
 from sirara.checkpoint.image import Image, image_plan
+from sirara.checkpoint.parity import block_range
 from sirara.checkpoint.reader import Snapshot
 from sirara.pure.copies import Stripes
 from sirara.pure.erasure import encode
@@ -55,13 +56,16 @@ def keep_parity(root: Path, step: Path, plan: SavePlan, world: int, m: int) -> N
     """m blocks of parity per stripe over `world` nodes, one rank each."""
     stripes, images = Stripes(world, m), [image_of(step, plan, r, world=world) for r in range(world)]
     k = stripes.k
-    blocks = [-(-image.size // k) for image, _ in images]
     for s in range(world):
         members = stripes.members(s)
-        size = max(blocks[p] for p in members)
+        parts = [
+            images[p][1][a : a + n]
+            for c, p in enumerate(members)
+            for a, n in [block_range(images[p][0].size, k, c)]
+        ]
+        size = max(map(len, parts))
         data = np.zeros((k, size), np.uint8)
-        for column, place in enumerate(members):
-            raw = images[place][1][column * blocks[place] : (column + 1) * blocks[place]]
+        for column, raw in enumerate(parts):
             data[column, : len(raw)] = np.frombuffer(raw, np.uint8)
         for row, (place, parity) in enumerate(zip(stripes.holders(s), encode(list(data), m), strict=True)):
             image = images[0][0]
@@ -72,7 +76,7 @@ def keep_parity(root: Path, step: Path, plan: SavePlan, world: int, m: int) -> N
             block = ParityBlock(
                 uuid=image.uuid, run=image.run, attempt=image.attempt, step=image.step, group="0", stripe=s, row=row,
                 k=k, m=m, size=size,
-                members=tuple(Member(rank=p, block=blocks[p], image=images[p][0]) for p in members),
+                members=tuple(Member(rank=p, block=c, image=images[p][0]) for c, p in enumerate(members)),
                 hashes=b"".join(
                     xxhash.xxh3_128_digest(raw[at : at + CHUNK_BYTES]) for at in range(0, size, CHUNK_BYTES)
                 ),

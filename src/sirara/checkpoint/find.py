@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sirara.checkpoint.steps import committed_steps, step_name
+from sirara.checkpoint.storage import read_file
 from sirara.config.run_folder import RunFolder
 from sirara.errors import CheckpointError, ConfigError
-from sirara.pure.manifest import MANIFEST
+from sirara.pure.manifest import MANIFEST, parse_manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,14 @@ def step_folder(target: str, step: int | None = None) -> Path:
             raise ConfigError(f"{target} names a step already; leave out --step {step}")
         return find(name).path(int(number))
     return find(target).path(step)
+
+
+def step_number(folder: Path) -> int:
+    """The step that the name of a folder says; of another name, the one in its manifest."""
+    digits = folder.name.removeprefix("step-")
+    if digits.isdigit():
+        return int(digits)
+    return parse_manifest(read_file(folder / MANIFEST), where=str(folder / MANIFEST)).step
 
 
 def _folder(path: Path) -> Path | None:

@@ -3,7 +3,7 @@
 import click
 
 from sirara.cli.ckpt_change import pin, prune, reshard
-from sirara.cli.ckpt_check import verify
+from sirara.cli.ckpt_check import repair, verify, why
 from sirara.cli.ckpt_look import diff, ls, show
 
 
@@ -23,5 +23,5 @@ def ckpt() -> None:
     """
 
 
-for verb in (ls, show, diff, verify, reshard, prune, pin):
+for verb in (ls, show, diff, why, verify, repair, reshard, prune, pin):
     ckpt.add_command(verb)
