@@ -240,7 +240,7 @@ class GenerationStore:
     def new_image(self, image: Image) -> Slot:
         """Memory of a file for the image, to be filled and given to `keep_image`. Makes room: see `trim`."""
         self._check_run(image.run, f"the image of rank {image.rank}")
-        self.trim(f"rank-{image.rank}", starting=(image.step, image.uuid))
+        self.trim(f"image-{image.rank}", starting=(image.step, image.uuid))
         return Slot(self, self._folder(image.step, image.uuid, make=True) / f"image-{image.rank}", image.size)
 
     def keep_image(self, image: Image, slot: Slot) -> None:
@@ -249,7 +249,7 @@ class GenerationStore:
     def note_arena(self, image: Image, arena: Path) -> None:
         """The image lies in an arena of this node; it is held until the arena is used for another save."""
         self._check_run(image.run, f"the image of rank {image.rank}")
-        self.trim(f"rank-{image.rank}", starting=(image.step, image.uuid))
+        self.trim(f"arena-{image.rank}", starting=(image.step, image.uuid))
         folder = self._folder(image.step, image.uuid, make=True)
         self.disk.write_file(folder / f"arena-{image.rank}", str(arena).encode())
         self.write_description(folder / f"rank-{image.rank}.json", image.to_bytes())
@@ -295,7 +295,7 @@ class GenerationStore:
     def trim(self, only: str | None = None, *, starting: tuple[int, str] | None = None) -> None:
         """Drops what newer committed generations replace.
 
-        Args:  only: of this item ("rank-7", "parity-0.1-4-0"); None: of all.
+        Args:  only: of this item ("image-7", "arena-7", "parity-0.1-4-0"); None: of all.
                starting: (step, uuid) of a save that is about to be written: it counts as one of the kept, so that at
                rest and during a save no more than `keep` of each item are held. The last committed one always stays.
         """
@@ -307,9 +307,8 @@ class GenerationStore:
                 continue
             commit = self._is_committed(folder, step, uuid)
             names = _names(folder)
-            items = {name.removesuffix(".part").removesuffix(".json") for name in names}
-            items = {_item(name) for name in items if _item(name)}
-            for item in items if only is None else items & {only}:
+            items = _items(names)
+            for item in items if only is None else items.keys() & {only}:
                 if commit:
                     committed[item] = committed.get(item, 0) + 1
                     gone = committed[item] > keep
@@ -317,17 +316,15 @@ class GenerationStore:
                     # In progress, or what a failed save left: memory stays flat only if the next one removes it.
                     gone = item in committed or starting is not None
                 if gone:
-                    self._remove_item(folder, item, names)
+                    self._remove_item(folder, items[item])
             if commit or committed:
                 # A newer one may be empty because another keeper has just made it.
                 self._remove_if_empty(folder)
 
-    def _remove_item(self, folder: Path, item: str, names: set[str]) -> None:
+    def _remove_item(self, folder: Path, names: set[str]) -> None:
         # The description first: without it the rest is nothing.
-        self.disk.remove(folder / f"{item}.json")
-        for name in names:
-            if name != f"{item}.json" and _item(name.removesuffix(".part").removesuffix(".json")) == item:
-                self.disk.remove(folder / name)
+        for name in sorted(names, key=lambda name: not name.endswith(".json")):
+            self.disk.remove(folder / name)
 
     def _remove_if_empty(self, folder: Path) -> None:
         if _names(folder) <= {MANIFEST}:
@@ -350,18 +347,17 @@ class GenerationStore:
             names = _names(folder)
             if MANIFEST in names and not committed:
                 yield f"{folder / MANIFEST} is torn, damaged or of another save"
-            described = set()
             for name in sorted(names):
                 found = _ITEM.fullmatch(name)
                 if found is None:
                     continue
-                described.add(found[1])
                 try:
                     yield self._held(step, uuid, committed, found)
                 except (CheckpointError, StorageError) as fault:
                     yield fault.what + (f" ({fault.why})" if fault.why else "")
-            for item in sorted({_item(n.removesuffix(".part")) for n in names} - described - {""}):
-                yield f"{folder / item} is torn: it was never completed"
+            for item, files in sorted(_items(names).items()):
+                if not any(name.endswith(".json") for name in files):
+                    yield f"{folder / item} is torn: it was never completed"
 
     def _held(self, step: int, uuid: str, committed: bool, found: "re.Match[str]") -> Held:
         at = {
@@ -510,12 +506,17 @@ def _attempt(uuid: str) -> int:
     return int(uuid[:8], 16)
 
 
-def _item(name: str) -> str:
-    """The item that a file belongs to: rank-7 for image-7 and arena-7; "" for other files."""
-    kind, _, rest = name.partition("-")
-    if kind in ("image", "arena", "rank"):
-        return f"rank-{rest}" if rest.isdigit() else ""
-    return name if kind == "parity" else ""
+def _items(names: set[str]) -> dict[str, set[str]]:
+    """The files of each thing that is kept: "image-7" (a file of its own), "arena-7" (a pointer), "parity-..."."""
+    items: dict[str, set[str]] = {}
+    for name in names:
+        kind, _, rest = name.removesuffix(".part").removesuffix(".json").partition("-")
+        if kind == "parity":
+            items.setdefault(f"parity-{rest}", set()).add(name)
+        elif kind in ("image", "arena", "rank") and rest.isdigit():
+            copied = not names.isdisjoint({f"image-{rest}", f"image-{rest}.part"})
+            items.setdefault(f"{'image' if copied else 'arena'}-{rest}", set()).add(name)
+    return items
 
 
 def _allocate(fd: int, path: Path, position: int, size: int) -> None:
