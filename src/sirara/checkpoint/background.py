@@ -71,7 +71,7 @@ class Background:
             if self._stager is not None:
                 self._stager.close()
             self._stager = Stager(self.plan, self._image, ranges)
-        self._stager.copy(arena.data[: self._image.size])
+        self._stager.copy(arena.data[: self._image.total])
         self._staged = _Staged(arena, made)
         self.flush()
 
@@ -118,7 +118,7 @@ class Background:
             self._arenas[which] = Arena.create(
                 self._memory,
                 arena_name(self._settings.rank, which),
-                self._image.size,
+                self._image.total,
                 run=self._settings.run,
             )
         self._used = which

@@ -1,6 +1,7 @@
 """Image: what one rank saves, laid out in one stretch of memory, and its description.
 
-    image of rank r      | piece 7 | piece 8 | gap | piece 31 | ...       in the order of the plan
+    image of rank r      | piece 7 | piece 8 | gap | piece 31 | ... |     in the order of the plan
+    behind it            | part | part | ...                              what the rank holds of assembled pieces
     description          step, uuid, rank; index, position, length and hash of every piece
 
 Pieces that follow each other in a file of the step folder follow each other here, and each such stretch
@@ -19,7 +20,7 @@ import xxhash
 
 from sirara.errors import CheckpointError
 from sirara.pure.manifest import HASH_BYTES
-from sirara.pure.saveplan import SavePlan
+from sirara.pure.saveplan import ITEM_BYTES, SavePlan
 
 BLOCK = 4096
 FORMAT = "sirara-image"
@@ -32,6 +33,9 @@ class ImagePlan:
 
     index: of each piece in the plan's (and the manifest's) pieces, int64 [n], ascending.  position, length: bytes,
     int64 [n].  size: bytes of the whole image, a multiple of BLOCK.
+    part, part_position: the rank's rows of `plan.parts`, and where their elements lie behind the image, packed;
+    total: bytes of image and parts, which is what the snapshot takes.  Parts are in no tier: assembled, they are
+    pieces of some image.
     """
 
     rank: int
@@ -39,6 +43,9 @@ class ImagePlan:
     position: np.ndarray
     length: np.ndarray
     size: int
+    part: np.ndarray
+    part_position: np.ndarray
+    total: int
 
 
 def image_plan(plan: SavePlan, rank: int) -> ImagePlan:
@@ -57,13 +64,30 @@ def image_plan(plan: SavePlan, rank: int) -> ImagePlan:
         starts.append(at)
         at += size
     shift = np.array(starts, np.int64) - place[heads]
+    size = -(-at // BLOCK) * BLOCK
+    part, part_position, total = _parts_behind(plan, rank, size)
     return ImagePlan(
         rank=rank,
         index=index,
         position=place + shift[np.cumsum(fresh) - 1],
         length=length,
-        size=-(-at // BLOCK) * BLOCK,
+        size=size,
+        part=part,
+        part_position=part_position,
+        total=total,
     )
+
+
+def _parts_behind(plan: SavePlan, rank: int, start: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """(rows of the plan's parts, position of each, end of all), each at a multiple of its item."""
+    mine = np.flatnonzero(plan.parts.rank == rank)
+    positions = []
+    for t, box in zip(plan.parts.at.tensor[mine].tolist(), plan.parts.at.boxes(mine.tolist()), strict=True):
+        item = ITEM_BYTES[plan.tensors[t].dtype]
+        start += -start % item
+        positions.append(start)
+        start += box.volume * item
+    return mine, np.array(positions, np.int64), -(-start // BLOCK) * BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from sirara.checkpoint.arena import Arena, ArenaState, claim
+from sirara.checkpoint.assembly import Assembly
 from sirara.checkpoint.commit import Committer
 from sirara.checkpoint.image import ImagePlan, image_plan
 from sirara.checkpoint.job import Hello, JobEnd, KeeperSettings, SaveJob, TierResult, fault_fields, fault_from
@@ -65,6 +66,7 @@ class Keeper:
         self._disk = disk or Disk()
         self._plan = SavePlan.from_bytes(Path(settings.plan).read_bytes())
         self._image = image_plan(self._plan, settings.rank)
+        self._assembly = Assembly(self._plan, self._image, Path(settings.memory))
         self._folder = Path(settings.folder)
         run = RunFolder(settings.run_folder) if settings.run_folder else None
         if run is not None:
@@ -106,6 +108,10 @@ class Keeper:
         with contextlib.ExitStack() as undo:
             undo.push(partial(self._undo, temp))
             data = self._arena(job).data
+            self._assembly.fill(
+                data, job.uuid, deadline_s=job.deadline_s, orphaned=self._orphaned, orphan_s=ORPHAN_S
+            )
+            clock.lap("assemble")
             self._write(job, temp, data)
             clock.lap("write")
             if self._settings.rank != 0:

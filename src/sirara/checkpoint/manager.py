@@ -165,7 +165,7 @@ class CheckpointManager:
         self._run_folder, self._log_file = run_folder, log
         self._saves, self._begun = 0, -1
         self._faulty: set[int] = set()  # steps that could not be read back
-        self._planned: tuple[Sequence[PlannedTensor], SavePlan] | None = None
+        self._planned: tuple[Sequence[PlannedTensor], bool, SavePlan] | None = None
         self._background: Background | None = None
         self._running: _Running | None = None
         self._outcomes: list[SaveOutcome] = []
@@ -225,7 +225,7 @@ class CheckpointManager:
         final = self.folder / step_name(step)
         if self._is_saved(final, step, record):
             return final if self.rank == 0 else None
-        files = self._plan(plan)
+        files = self._plan(plan, assemble=False)
         check_ranges(files, self.rank, ranges)
         temp = self.folder / temp_name(step, uuid)
         try:
@@ -258,11 +258,14 @@ class CheckpointManager:
         self._committer.ended.add(uuid)
         return uuid
 
-    def _plan(self, plan: Sequence[PlannedTensor]) -> SavePlan:
+    def _plan(self, plan: Sequence[PlannedTensor], *, assemble: bool) -> SavePlan:
+        """assemble: whether keepers put rows together whose columns lie with several ranks."""
         # A run saves by the same plan again and again.
-        if self._planned is None or (self._planned[0] is not plan and list(self._planned[0]) != list(plan)):
-            self._planned = (plan, plan_save(plan, node_of=lambda rank: rank // self._per_node))
-        return self._planned[1]
+        known = self._planned
+        if known is None or known[1] != assemble or (known[0] is not plan and list(known[0]) != list(plan)):
+            files = plan_save(plan, node_of=lambda rank: rank // self._per_node, assemble=assemble)
+            known = self._planned = (plan, assemble, files)
+        return known[2]
 
     def _is_saved(self, final: Path, step: int, record: dict[str, Any]) -> bool:
         """True when this very state is committed already: a stop right after a periodic save, a replayed
@@ -339,7 +342,8 @@ class CheckpointManager:
             self._in_line(step, state, tiers, patient=patient)
             return True
         line = self._line(state.plan)
-        wanted = frozenset(tiers) | self.put_off
+        # A patient save says itself where it goes: time may be short, or a disk full.
+        wanted = frozenset(tiers) if patient else frozenset(tiers) | self.put_off
         move, rows, fault = self._decide(line, wanted, patient=patient, alive=alive)
         if move is not Move.START:
             self._later(step, move, wanted)
@@ -625,7 +629,7 @@ class CheckpointManager:
 
     def _line(self, plan: Sequence[PlannedTensor]) -> Background:
         """The way through the keeper, made for the plan that all saves of a run follow."""
-        files = self._plan(plan)
+        files = self._plan(plan, assemble=True)
         if self._background is not None and self._background.plan is not files:
             self._background.close(wait_s=_CLOSE_S, clean=False)
             self._background = None

@@ -11,13 +11,14 @@ import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from sirara.checkpoint.image import ImagePlan
 from sirara.checkpoint.ranges import NamedRange
 from sirara.errors import InvariantError, StorageError
 from sirara.pure.layout import Box, box_runs
-from sirara.pure.saveplan import SavePlan
+from sirara.pure.saveplan import ITEM_BYTES, SavePlan
 
 Tensor = torch.Tensor
 
@@ -44,7 +45,6 @@ class Stager:
     def __init__(self, plan: SavePlan, image: ImagePlan, ranges: Sequence[NamedRange]) -> None:
         self._sources = {(r.data.data_ptr(), r.data.numel()) for r in ranges}
         self._joined = _join(_copies(plan, image, ranges))
-        self._size = image.size
         self._device = next((r.data.device for r in ranges if r.data.is_cuda), torch.device("cpu"))
         self._targets: dict[int, list[Tensor]] = {}
         self._pinned: set[int] = set()
@@ -145,9 +145,16 @@ def _copies(plan: SavePlan, image: ImagePlan, ranges: Sequence[NamedRange]) -> l
             held.setdefault(r.tensor, []).append((box, r.data.detach()[at : at + box.volume]))
             at += box.volume
     copies = []
-    for piece, at in zip(plan.pieces_of.get(image.rank, ()), image.position.tolist(), strict=True):
-        source = _find(held, plan.tensors[piece.tensor].name, piece.box)
-        copies.append(_Copy(source, at, piece.length))
+    assembled = np.isin(image.index, plan.assembled).tolist()
+    places = zip(plan.pieces_of.get(image.rank, ()), image.position.tolist(), assembled, strict=True)
+    for piece, at, from_parts in places:
+        if not from_parts:
+            source = _find(held, plan.tensors[piece.tensor].name, piece.box)
+            copies.append(_Copy(source, at, piece.length))
+    for part, at in zip(plan.parts_of(image.rank), image.part_position.tolist(), strict=True):
+        tensor = plan.tensors[int(plan.columns.at.tensor[part.piece])]
+        source = _find(held, tensor.name, part.box)
+        copies.append(_Copy(source, at, part.box.volume * ITEM_BYTES[tensor.dtype]))
     return copies
 
 

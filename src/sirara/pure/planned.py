@@ -210,7 +210,7 @@ class SavePlan:
         return order[bounds[at] : bounds[at + 1]]
 
     def parts_of(self, rank: int) -> list[PlannedPart]:
-        """What the rank copies into pieces that it does not hold whole, its own and those of other ranks."""
+        """What the rank holds of pieces that it does not hold whole, its own and those of other ranks."""
         mine = np.flatnonzero(self.parts.rank == rank)
         pieces = self.parts.piece[mine].tolist()
         return [
