@@ -65,7 +65,13 @@ def train_here(seat: Seat, *, resume: bool) -> Result:
         loaded = load(attempt_config(seat.run, seat.attempt))
         asked = _keeping(loaded, seat, requests)
         return train(
-            loaded.config, seat.run, attempt=seat.attempt, resume=resume, requests=asked, alive=requests.alive
+            loaded.config,
+            seat.run,
+            attempt=seat.attempt,
+            resume=resume,
+            requests=asked,
+            alive=requests.alive,
+            deadline=requests.deadline,
         )
 
     return work(seat, entry)

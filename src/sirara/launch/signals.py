@@ -103,9 +103,12 @@ class Requests:
     def deadline(self) -> float | None:
         """When this process must have ended, in epoch seconds; None when nobody has said.
 
-        The earliest of: stop_grace_s after the first stop signal, SIRARA_DEADLINE, and the number in control/deadline.
+        The earliest of: stop_grace_s after the first stop signal, SIRARA_DEADLINE, and on rank 0 the number in
+        control/deadline.
         """
-        said = [self._epoch(DEADLINE, self._env.get(DEADLINE, "")), self._epoch(*self._deadline_file())]
+        said = [self._epoch(DEADLINE, self._env.get(DEADLINE, ""))]
+        if self._rank == 0:
+            said.append(self._epoch(*self._deadline_file()))
         if self._signalled_at is not None and self._stop_grace_s is not None:
             said.append(self._wall() + self._stop_grace_s - (self._clock() - self._signalled_at))
         return min((d for d in said if d is not None), default=None)

@@ -44,11 +44,13 @@ def train(
     resume: bool,
     requests: Callable[[], str],
     alive: Callable[[], object] = lambda: None,
+    deadline: Callable[[], float | None] = lambda: None,
 ) -> Outcome:
     """Trains to the last step, or stops on request after a committed checkpoint.
 
     Args:  requests: asked once per step on every rank: "", "save" or "stop".
            alive: called while an evaluation goes on, whose length nothing limits.
+           deadline: epoch seconds at which this process will be gone; it stops and saves before.
     """
     with Trainer(config, run, attempt=attempt) as trainer:
         journal = _Journal(config, run, attempt, trainer)
@@ -64,7 +66,7 @@ def train(
         else:
             trainer.start()
             journal.started()
-        return _run(config, trainer, journal, requests, alive)
+        return _run(config, trainer, journal, requests, alive, deadline)
 
 
 def _run(
@@ -72,10 +74,11 @@ def _run(
     trainer: Trainer,
     journal: "_Journal",
     requests: Callable[[], str],
-    alive: Callable[[], object] = lambda: None,
+    alive: Callable[[], object],
+    deadline: Callable[[], float | None],
 ) -> Outcome:
     while trainer.step < config.train.steps:
-        result = trainer.train_step(request=max(_CODES[requests()], trainer.save_wish()))
+        result = trainer.train_step(request=max(_CODES[requests()], trainer.save_wish(deadline=deadline())))
         last = trainer.step == config.train.steps
         journal.saves(trainer.saves())
         if result.skipped:
@@ -91,7 +94,7 @@ def _run(
             raise trainer.give_up(alive=alive)
         if last or result.request == STOP:
             try:
-                digest = str(trainer.save(alive=alive))
+                digest = str(trainer.save(deadline=deadline(), alive=alive))
             finally:
                 journal.saves(trainer.saves())
             return journal.end("done" if last else "stopped", digest)

@@ -13,16 +13,24 @@ import math
 import time
 from collections.abc import Callable, Collection
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
+from sirara.checkpoint.arena import memory_root
+from sirara.checkpoint.deadline import FILE as BANDWIDTH
+from sirara.checkpoint.deadline import Pace
 from sirara.checkpoint.digest import Digest
 from sirara.checkpoint.export import with_generation_files
 from sirara.checkpoint.hf import HfReader, hf_config
 from sirara.checkpoint.job import SaveOutcome
 from sirara.checkpoint.manager import CheckpointManager, PlannedTensor, Restored, State
+from sirara.checkpoint.node_views import open_nodes
+from sirara.checkpoint.object import ObjectTier
+from sirara.checkpoint.reader import Snapshot
+from sirara.checkpoint.restore import Restorer
 from sirara.comm.world import World, connect, connect_axes, disconnect
 from sirara.config.load import model_shape
 from sirara.config.run_folder import RunFolder
@@ -30,9 +38,11 @@ from sirara.config.schema import RunConfig
 from sirara.data.batches import Batches, EvalBatches
 from sirara.device import open_device
 from sirara.errors import CheckpointError, InvariantError, StorageError
+from sirara.events import live, read
 from sirara.mesh import build_mesh
 from sirara.pure.families import TensorSpec, init_slice
 from sirara.pure.rng import DropoutKey
+from sirara.pure.saveplan import ITEM_BYTES
 from sirara.train.assemble import assemble, specs_of
 from sirara.train.batch import to_inputs
 from sirara.train.evaluate import evaluate
@@ -45,8 +55,7 @@ SAVE, STOP, GIVE_UP = 1, 2, 3
 """Requests as ranks agree on them: the largest one of all ranks wins."""
 
 _FAULT_BYTES = 400
-_CANDIDATES = 256
-"""Committed steps that a resume looks at, newest first."""
+_TIERS_BYTES = 64
 
 
 class Trainer:
@@ -83,6 +92,8 @@ class Trainer:
         self._build()
         self._plan: list[PlannedTensor] | None = None
         self._hf: dict[str, bytes] | None = None
+        self._clock: Pace | None = None
+        self._on_disk = True
         checkpoint = config.checkpoint
         self.manager = CheckpointManager(
             run.checkpoints,
@@ -149,14 +160,14 @@ class Trainer:
         Returns:  the step, and the newer ones that could not be read, each with its reason.
         Raises:   CheckpointError when steps exist but none can be read, or when what was loaded is not what was saved.
         """
-        load = partial(self.state.load, agree=self._first_fault)
-        restored = self.manager.restore(load, steps=self._candidates(), agree=self._first_fault)
-        if restored is None:
+        found = self._read_newest()
+        if found is None:
             self.start()
             return Restored(step=0, skipped=())
+        snapshot, restored = found
+        self._remember_scores()
         self.manager.prepare(self._save_plan())
         self.state.complete()
-        snapshot = self.manager.open(restored.step)
         record = snapshot.record
         self._open_data(record["data"])
         self.loss = float.fromhex(record["loss"])
@@ -182,24 +193,53 @@ class Trainer:
             )
         return restored
 
-    def _candidates(self) -> list[int]:
-        """Rank 0's newest committed steps: while it clears what a crash left, the others may see another list."""
-        row = torch.full((_CANDIDATES,), -1, dtype=torch.int64)
-        if self.world.rank == 0:
-            newest = self.manager.newest()[:_CANDIDATES]
-            row[: len(newest)] = torch.tensor(newest, dtype=torch.int64)
-        rows = self.comm.gather_rows("agree on the steps", row.to(self.device.torch_device))
-        return [step for step in rows[0].tolist() if step >= 0]
+    def _read_newest(self) -> tuple[Snapshot, Restored] | None:
+        """Fills the state from the newest step that all tiers together hold; None when there is none."""
+        tiers, world, attempt = self.config.checkpoint.tiers, self.world, self.manager.attempt
+        memory = next((Path(tier.path) for tier in tiers if tier.tier == "memory" and tier.path), None)
+        store = next((tier for tier in tiers if tier.tier == "object"), None)
+        with open_nodes(
+            tiers,
+            run=self.manager.run,
+            rank=world.rank,
+            world=world.size,
+            local_size=world.local_size,
+            node=world.node,
+            attempt=attempt,
+            token=str(self.run.record().get("token", "")),
+            memory=memory_root(memory, world.node),
+            texts=self._texts,
+        ) as nodes:
+            restorer = Restorer(
+                checkpoints=self.run.checkpoints,
+                control=self.run.control,
+                run=self.manager.run,
+                attempt=attempt,
+                rank=world.rank,
+                node=world.node,
+                agree=self._first_fault,
+                texts=self._texts,
+                views=nodes.views,
+                objects=store
+                and ObjectTier(store.url or "", store.options, self.manager.run, attempt=attempt),
+                decode=nodes.decode,
+                leads=world.local_rank == 0,
+            )
+            load = partial(self.state.load, agree=self._first_fault)
+            return restorer.restore(load, distrust=self.manager.distrust)
 
     def _first_fault(self, fault: str) -> str:
         """The fault of the first rank that has one: all ranks take the same step."""
-        text = fault.encode()[:_FAULT_BYTES]
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(self._texts(fault)) if text), "")
+
+    def _texts(self, text: str) -> list[str]:
+        """What every rank says, cut after _FAULT_BYTES."""
+        raw = text.encode()[:_FAULT_BYTES]
         row = torch.zeros(_FAULT_BYTES, dtype=torch.uint8)
-        if text:
-            row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if raw:
+            row[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         rows = self.comm.gather_rows("agree on the checkpoint", row.to(self.device.torch_device)).cpu()
-        faults = [bytes(r.tolist()).rstrip(b"\0").decode(errors="replace") for r in rows]
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(faults) if text), "")
+        return [bytes(r.tolist()).rstrip(b"\0").decode(errors="replace") for r in rows]
 
     def _drawn(self, spec: TensorSpec, start: int, stop: int) -> torch.Tensor:
         return torch.from_numpy(init_slice(spec, self.config.seed, start, stop))
@@ -289,6 +329,13 @@ class Trainer:
             self.manager.scores[self.step] = losses[best.split("/")[1]]
         return losses
 
+    def _remember_scores(self) -> None:
+        """What earlier attempts have measured: the best step may be one of theirs."""
+        best = self.config.checkpoint.keep_best
+        if best is not None and self.world.rank == 0:
+            rows = live(read(self.run.metrics), read(self.run.events))
+            self.manager.scores |= {int(r["step"]): float(r[best]) for r in rows if r.get(best) is not None}
+
     # ---- checkpoints
 
     @property
@@ -309,12 +356,18 @@ class Trainer:
         """The state digest: one value for one logical state, whatever the layout."""
         return self.state.digest()
 
-    def save(self, *, alive: Callable[[], object] = lambda: None) -> Digest:
+    def save(self, *, deadline: float | None = None, alive: Callable[[], object] = lambda: None) -> Digest:
         """Saves the state of the step just done in all tiers, waits until it is committed and returns its digest.
 
-        Raises:  StorageError when it could not be written; older steps are untouched then.
+        Args:    deadline: epoch seconds; tiers that would not end before it are left out, as rank 0 says.
+        Raises:  StorageError when it could not be written, or no tier would end in time; older steps are untouched
+                 then.
         """
-        self.start_save(tiers=self.manager.tiers, patient=True, alive=alive)
+        tiers = self._tiers_in_time(deadline)
+        if not tiers:
+            raise self._pace.too_late(self.step, deadline)
+        self._on_disk = "disk" in tiers
+        self.start_save(tiers=tiers, patient=True, alive=alive)
         outcome = self.finish_saves(alive=alive)
         if outcome is None or outcome.fault is not None:
             raise (outcome and outcome.fault) or InvariantError("a save that was begun has no end")
@@ -351,17 +404,21 @@ class Trainer:
 
     def saves(self) -> list[SaveOutcome]:
         """The saves that ended, or were put off or skipped, since the last call; rank 0 knows of them."""
-        return self.manager.poll()
+        outcomes = self.manager.poll()
+        self._pace.learn(outcomes)
+        return outcomes
 
     def finish_saves(self, *, alive: Callable[[], object] = lambda: None) -> SaveOutcome | None:
         """Waits, on all ranks together, until no save is being written; how the last one ended, None without one."""
         return self.manager.wait(alive=alive)
 
-    def save_wish(self) -> int:
-        """What this rank asks of the next step for the sake of saves: SAVE for one that was put off, GIVE_UP after
-        too many failures in a row, otherwise 0."""
+    def save_wish(self, *, deadline: float | None = None) -> int:
+        """What this rank asks of the next step for the sake of saves: SAVE for one that was put off, STOP when a save
+        after one more step would not end before `deadline`, GIVE_UP after too many failures in a row, otherwise 0."""
         if self.manager.failures.fatal:
             return GIVE_UP
+        if self._pace.must_stop(deadline, step_s=self.timings.get("time/step_s", 0.0)):
+            return STOP
         return SAVE if self.manager.save_due() else 0
 
     def give_up(self, *, alive: Callable[[], object] = lambda: None) -> StorageError:
@@ -403,6 +460,23 @@ class Trainer:
             aliases={t.name: t.tied_to for unit in self.specs for t in unit.tensors if t.tied_to},
         )
 
+    @property
+    def _pace(self) -> Pace:
+        if self._clock is None:
+            self._clock = Pace(
+                self.run.path / BANDWIDTH,
+                tiers=self.manager.tiers,
+                total_bytes=sum(math.prod(t.shape) * ITEM_BYTES[t.dtype] for t in self._save_plan()),
+                speaks=self.world.rank == 0,
+            )
+        return self._clock
+
+    def _tiers_in_time(self, deadline: float | None) -> tuple[str, ...]:
+        """What rank 0 chooses: clocks, and what ranks know of a deadline, may differ."""
+        said = ",".join(self._pace.tiers_in_time(deadline)).encode()
+        rows = self._gather_bytes(said.ljust(_TIERS_BYTES, b" "))
+        return tuple(tier for tier in rows[0].decode().strip().split(",") if tier)
+
     def _save_plan(self) -> list[PlannedTensor]:
         if self._plan is None:
             self._plan = self.state.plan()
@@ -443,4 +517,5 @@ class Trainer:
         if error is not None and self.comm.alarm is not None:
             # The other ranks wait for this one: they hear why it leaves.
             self.comm.alarm.ring(error)
-        self.close(clean=error is None)
+        # What memory alone holds must outlive this attempt.
+        self.close(clean=error is None and self._on_disk)
