@@ -140,7 +140,9 @@ def test_repair_takes_bad_pieces_from_the_place_that_has_them(run, tmp_path, req
     assert [s["step"] for s in shown["steps"]] == [10, 8] and shown["steps"][1]["mended"] == []
     used = {m["from"] for m in shown["steps"][0]["mended"]}
     expected = {"memory": {f"memory of node {n}" for n in range(4)}, "object": {"object"}}
-    assert used - {"the manifest"} == expected.get(source, {"parity", *(f"memory of node {n}" for n in (0, 1, 3))})
+    assert used - {"the manifest"} == expected.get(
+        source, {"parity", *(f"memory of node {n}" for n in (0, 1, 3))}
+    )
     assert content(step_of(run, 10)) == before
     assert sirara("ckpt", "verify", run).exit_code == 0
 
@@ -167,6 +169,17 @@ def test_repair_takes_a_replica_and_refuses_one_of_another_save(run, tmp_path):
     assert content(step_of(run, 8)) == content(tmp_path / "backup")
     result = sirara("ckpt", "repair", run, "--step", 10, "--from", tmp_path / "nothing")
     assert result.exit_code == 2 and "does not exist" in result.stderr
+
+
+def test_repair_leaves_a_step_of_another_run_and_one_that_was_renamed_alone(run, tmp_path):
+    other = save(tmp_path / "other", 9, small_state(9), run="other")
+    shutil.copytree(other, step_of(run, 9))
+    shutil.copytree(step_of(run, 8), step_of(run, 7))
+    before = content(step_of(run, 9))
+    result = sirara("ckpt", "repair", run)
+    assert result.exit_code == 65
+    assert "belongs to run 'other'" in result.stdout and "holds step 8: it was renamed" in result.stdout
+    assert content(step_of(run, 9)) == before
 
 
 @pytest.mark.parametrize("source", ["images", "objects"])

@@ -24,6 +24,8 @@ from sirara.errors import CheckpointError, ConfigError, Exit, StorageError
 from sirara.events import read
 from sirara.pure.manifest import MANIFEST, Manifest
 
+FOREIGN = "SR512"
+
 
 @click.command()
 @click.argument("target")
@@ -179,7 +181,9 @@ def _repaired(
     try:
         try:
             manifest = Snapshot(path, run=places.run or None, step=step, check_sizes=False).manifest
-        except CheckpointError:
+        except CheckpointError as fault:
+            if fault.code == FOREIGN:
+                raise  # a whole manifest of another run or step is no damage that a copy mends
             if not path.is_dir():
                 manifest = _only(manifests, step, found)
             else:

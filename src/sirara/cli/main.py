@@ -58,7 +58,7 @@ VERBS: dict[str, dict[str, Verb]] = {
         "logs": Verb("look", "logs", "what the ranks wrote"),
     },
     "Use": {
-        "ckpt": Verb("ckpt", "ckpt", "list, show and verify checkpoints"),
+        "ckpt": Verb("ckpt", "ckpt", "list, compare, verify, repair and thin out checkpoints"),
         "export": Verb("export", "export", "write a checkpoint as a Hugging Face folder"),
         "import": Verb("import_", "import_", "make a checkpoint from a Hugging Face folder"),
         "sample": Verb("sample", "sample", "generate text from a checkpoint"),
