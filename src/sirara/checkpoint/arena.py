@@ -12,12 +12,14 @@ stays in WRITING and counts as nothing.
       arena-<rank>-<0|1>     two per rank: the one that holds the newest committed image is never overwritten
 """
 
+import contextlib
 import json
 import mmap
 import os
 import shutil
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -223,6 +225,15 @@ def claim(folder: Path, who: str, *, checkpoints: Path) -> None:
 def release(folder: Path) -> None:
     """Removes the run's folder on this node, after a clean end; the last rank to leave takes it away."""
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def withdraw(folder: Path, names: Sequence[str], *, who: Sequence[str]) -> None:
+    """Removes files of one rank, and the folder when it was the last; nobody needs them any more."""
+    for name in (*names, *(f"{OWNER}{one}.json" for one in who)):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def reap(root: Path, *, spare: Path | None = None) -> list[str]:

@@ -33,7 +33,7 @@ class Background:
         self.plan, self._settings = plan, settings
         self._image = image_plan(plan, settings.rank)
         self._memory = Path(settings.memory)
-        self._keeps_memory = any(tier["tier"] == "memory" for tier in settings.tiers)
+        self._keeps_memory = any(tier["tier"] in ("memory", "peer", "parity") for tier in settings.tiers)
         self.keeper = KeeperProcess(settings, plan=plan.to_bytes, log=log)
         self._arenas: dict[int, Arena] = {}
         self._used = -1

@@ -30,6 +30,7 @@ class KeeperSettings:
     folder: <run>/checkpoints.  run_folder: the run whose ownership is asked before a commit, None outside of one.
     plan: file with the save plan.  memory: this run's folder in the node's shared memory.
     tiers: the configured tiers as plain JSON.  token: what keepers of one run prove to each other.
+    host: where keepers of other nodes reach this one.
     """
 
     folder: str
@@ -47,6 +48,7 @@ class KeeperSettings:
     keep_best: str | None = None
     tiers: list[dict[str, Any]] = field(default_factory=list)
     token: str = ""
+    host: str = "127.0.0.1"
     nice: int = 19
 
     def to_line(self) -> bytes:

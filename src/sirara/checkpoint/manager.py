@@ -9,6 +9,7 @@ only if its manifest does. Nothing is overwritten in place.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -21,11 +22,12 @@ from sirara.checkpoint.background import Background
 from sirara.checkpoint.commit import Committer
 from sirara.checkpoint.deciding import Move, Row, first_fault, joint, ordered, own_move
 from sirara.checkpoint.job import JobEnd, KeeperSettings, SaveJob, SaveOutcome, TierResult
-from sirara.checkpoint.keeper import tell_committer
+from sirara.checkpoint.link import own_host
+from sirara.checkpoint.nodes import is_node_tier
 from sirara.checkpoint.ranges import NamedRange, Sources, check_ranges, dtype_name
 from sirara.checkpoint.readback import committed_manifest
 from sirara.checkpoint.reader import Snapshot
-from sirara.checkpoint.report import assemble, report_name, wait_for_reports
+from sirara.checkpoint.report import assemble, report_name, tell_committer, wait_for_reports
 from sirara.checkpoint.restore import Candidate, Restored, read_first
 from sirara.checkpoint.steps import committed_steps, save_uuid, step_name, temp_name
 from sirara.checkpoint.storage import Disk
@@ -42,6 +44,7 @@ __all__ = ["CheckpointManager", "NamedRange", "PlannedTensor", "Restored", "Snap
 SOFT_FAULTS = (StorageError, CheckpointError, CommError)
 """What a run survives when a save ends with it; anything else ends the run."""
 
+_IN_ARENAS = ("memory", "peer", "parity")  # own images stay where they are
 _LOST = 64  # failed saves of which leftovers are looked for
 _NAP_S = (0.002, 0.25)
 _CLOSE_S = 60.0
@@ -173,10 +176,11 @@ class CheckpointManager:
         self._lost: list[str] = []
         self.put_off: frozenset[str] = frozenset()  # tiers of a save that waits or failed
         self._kept_in_memory = False
-        self._needs_addresses = any(t.tier in ("peer", "parity") for t in tiers)
+        self._needs_addresses = any(is_node_tier(t) for t in tiers)
         root = memory or memory_root(next((t.path for t in tiers if t.tier == "memory"), None), node)
         self._memory = root / run
         self._token = token
+        self._spread = self._needs_addresses and world > self._per_node
         self.failures = Failures(most=max_failures, retry_s=retry_s)
         self.counts = Counts()
         self.times: SaveTimes | None = None
@@ -552,7 +556,7 @@ class CheckpointManager:
                 _log.warning("step %d: %s", end.step, end.fault)
                 # Nobody else may have said it: a keeper that was killed has not.
                 temp = self.folder / temp_name(end.step, end.uuid)
-                temp.mkdir(exist_ok=True)
+                temp.mkdir(parents=True, exist_ok=True)
                 tell_committer(self._disk, temp, self.rank, end.fault)
             return
         if end.fault is not None:
@@ -585,7 +589,7 @@ class CheckpointManager:
         if end.fault is None:
             self.failures.succeeded()
             self.counts.saved += 1
-            self._kept_in_memory = "memory" in end.tiers and end.tiers["memory"].ok
+            self._kept_in_memory = any(end.tiers[t].ok for t in _IN_ARENAS if t in end.tiers)
         else:
             self.failures.failed(time.monotonic())
             self.counts.failed += 1
@@ -651,6 +655,7 @@ class CheckpointManager:
                 keep_best=keep_best,
                 tiers=[tier.model_dump(mode="json") for tier in self._tiers],
                 token=self._token,
+                host=own_host(os.environ.get("MASTER_ADDR", "localhost")) if self._spread else "127.0.0.1",
             )
             self._background = Background(settings, files, log=self._log_file)
         return self._background

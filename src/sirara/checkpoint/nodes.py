@@ -14,10 +14,11 @@ Every keeper keeps its own rank's image; the keepers of ranks with the same plac
 No torch here.
 """
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,11 @@ class NodeTiers:
         return self._server.address
 
     @property
+    def names(self) -> Collection[str]:
+        """The tiers that are kept by nodes."""
+        return self._tiers.keys()
+
+    @property
     def stores(self) -> Sequence[GenerationStore]:
         """The folders of this node: shared memory first, then the node's disk."""
         return tuple(self._stores)
@@ -171,13 +177,14 @@ class NodeTiers:
             "disk": lambda: self._keep_copy(self._store_of["disk"], image, data),
         }
         results: dict[str, TierResult] = {}
-        builders = self._expect(image) if "parity" in due else []
+        if "parity" in due:
+            self._expect(image)
         if set(due) - {"disk"}:
             # Own state stays whole on its node, whichever of these tiers is due.
             own = self._timed(lambda: self._keep_own(image, data, arena, due))
             if not own.ok:
-                for builder in builders:
-                    builder.give_up(StorageError(f"rank {image.rank} cannot keep its image", code="SR602"))
+                if "parity" in due:
+                    self._tell_group(image, StorageError(own.fault, code="SR602"))
                 results = {name: own for name in due if name != "disk"}
         with ThreadPoolExecutor(max_workers=4) as pool:
             running = {name: pool.submit(self._timed, actions[name]) for name in due if name not in results}
@@ -293,15 +300,12 @@ class NodeTiers:
             ranks=tuple(self._colleague(nodes[place]) for place in stripes.members(stripe)),
         )
 
-    def _expect(self, image: Image) -> list[ParityBuilder]:
-        """The blocks of parity that this node holds of a save, whether or not somebody has given to them yet."""
-        try:
+    def _expect(self, image: Image) -> None:
+        """Makes the blocks of parity that this node holds of a save, whether or not somebody has given to them yet."""
+        with contextlib.suppress(SiraraError):  # the same fault is met, and told, where the parity is kept
             _, nodes, stripes = self._group()
-            place = nodes.index(self._me.node)
-            names = [self._stripe_name(image, stripe, row) for stripe, row in stripes.held(place)]
-            return [self._builder(name) for name in names]
-        except SiraraError:
-            return []  # the same fault is met, and told, where the parity is kept
+            for stripe, row in stripes.held(nodes.index(self._me.node)):
+                self._builder(self._stripe_name(image, stripe, row))
 
     def _builder(self, name: StripeName) -> ParityBuilder:
         with self._lock:
@@ -345,17 +349,40 @@ class NodeTiers:
             self._each(send, order)
         except SiraraError as fault:
             faults.append(fault)
-        held = stripes.held(place)
-        for stripe, row in held:
+            self._tell_group(image, fault)
+        for stripe, row in stripes.held(place):
             builder = self._builder(self._stripe_name(image, stripe, row))
             try:
-                # What this rank could not send does not hold up the others' blocks, but they end with the deadline.
                 builder.wait(until - time.monotonic())
             except SiraraError as fault:
                 faults.append(fault)
         if faults:
             raise faults[0]
         return image.size * stripes.m
+
+    def _tell_group(self, image: Image, fault: SiraraError) -> None:
+        """Tells the nodes of the group that this rank's blocks will not come, so that they need not wait for them."""
+        text = f"{self._me} cannot give its blocks: {one_line(fault)}"
+        request = {"tell": "give_up", "uuid": image.uuid}
+
+        def tell(node: int) -> None:
+            if node == self._me.node:
+                self._give_up(image.uuid, text)
+                return
+            try:
+                until = time.monotonic() + self._idle_s
+                self._new_peer(self._colleague(node)).ask(request, [memoryview(text.encode())], until=until)
+            except SiraraError as lost:
+                _log.debug("%s", lost.what)
+
+        with contextlib.suppress(CheckpointError):
+            self._each(tell, self._group()[1])
+
+    def _give_up(self, uuid: str, text: str) -> None:
+        with self._lock:
+            builders = [b for b in self._builders.values() if b.name.uuid == uuid]
+        for builder in builders:
+            builder.give_up(CommError(text, code="SR711"))
 
     def _take_block(self, request: dict[str, Any], size: int, connection: Connection) -> None:
         raw = bytes(connection.receive_payload(size))
@@ -533,6 +560,10 @@ class NodeTiers:
         elif tell == "commit":
             raw = bytes(connection.receive_payload(size))
             self._put_manifest(int(request["step"]), str(request["uuid"]), raw)
+            connection.send({})
+        elif tell == "give_up":
+            text = connection.receive_payload(size).decode(errors="replace")
+            self._give_up(str(request["uuid"]), text)
             connection.send({})
         elif request.get("ask") == "rebuild":
             image = self.rebuild(int(request["step"]), str(request["uuid"]), int(request["rank"]))

@@ -6,26 +6,31 @@ the training record.
 
 import importlib.metadata
 import json
+import logging
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from sirara.checkpoint.storage import names_in, read_file
-from sirara.errors import CommTimeout, InvariantError, StorageError
+from sirara.checkpoint.job import TierResult
+from sirara.checkpoint.storage import Disk, names_in, read_file
+from sirara.errors import CommTimeout, InvariantError, SiraraError, StorageError
 from sirara.pure.manifest import HASH_BYTES, FileEntry, Manifest, Pieces, TensorEntry
 from sirara.pure.saveplan import SavePlan
+
+_log = logging.getLogger("sirara")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What a rank says when its bytes are durable. `hashes`: 16 bytes per piece, in the order of the plan.
-    `digest`: its part of the state digest, where the trainer has not taken it."""
+    `digest`: its part of the state digest, where the trainer has not taken it.  `tiers`: what became of it in the
+    tiers of its node."""
 
     uuid: str
     attempt: int
@@ -35,6 +40,7 @@ class Report:
     lengths: tuple[int, ...]
     hashes: bytes
     digest: tuple[int, int] = (0, 0)
+    tiers: dict[str, TierResult] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         fields = {
@@ -46,6 +52,7 @@ class Report:
             "length": list(self.lengths),
             "hash": self.hashes.hex(),
             "digest": list(self.digest),
+            "tiers": {name: asdict(result) for name, result in self.tiers.items()},
         }
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
@@ -61,6 +68,7 @@ class Report:
             lengths=tuple(f["length"]),
             hashes=bytes.fromhex(f["hash"]),
             digest=(f["digest"][0], f["digest"][1]),
+            tiers={name: TierResult(**result) for name, result in f["tiers"].items()},
         )
 
 
@@ -100,7 +108,8 @@ def wait_for_reports(
                     f"rank {rank} could not write its part of step {step}", code="SR603", why=said
                 )
             if report_name(rank) in names:
-                reports[rank] = _checked(plan, temp / report_name(rank), rank, uuid)
+                path = temp / report_name(rank)
+                reports[rank] = checked_report(plan, read_file(path), rank, uuid, where=str(path))
         missing -= reports.keys()
         if not missing:
             return reports
@@ -119,13 +128,22 @@ def wait_for_reports(
         pause_s = min(0.05, 2 * pause_s)
 
 
-def _checked(plan: SavePlan, path: Path, rank: int, uuid: str) -> Report:
-    report = Report.from_bytes(read_file(path))
+def tell_committer(disk: Disk, temp: Path, rank: int, fault: SiraraError) -> None:
+    """Says in the folder of a save that this rank's part failed: the committer need not wait for its deadline."""
+    try:
+        disk.write_file(temp / failure_name(rank), str(fault).encode())
+    except StorageError:
+        _log.warning("rank %d could not tell rank 0 that its part of the save failed", rank)
+
+
+def checked_report(plan: SavePlan, raw: bytes, rank: int, uuid: str, *, where: str) -> Report:
+    """The report of a rank. Raises InvariantError when it is of another save, or by another plan."""
+    report = Report.from_bytes(raw)
     lengths = tuple(plan.columns.length[plan.indices_of(rank)].tolist())
     if (report.uuid, report.rank, report.plan, report.lengths) != (uuid, rank, plan.digest, lengths):
         raise InvariantError(
             f"rank {rank} saved by another plan than rank 0",
-            where=str(path),
+            where=where,
             why=f"its plan is {report.plan}, ours {plan.digest}; its uuid {report.uuid}, ours {uuid}",
         )
     return report
