@@ -74,8 +74,8 @@ def _run(
     trainer: Trainer,
     journal: "_Journal",
     requests: Callable[[], str],
-    alive: Callable[[], object],
-    deadline: Callable[[], float | None],
+    alive: Callable[[], object] = lambda: None,
+    deadline: Callable[[], float | None] = lambda: None,
 ) -> Outcome:
     while trainer.step < config.train.steps:
         result = trainer.train_step(request=max(_CODES[requests()], trainer.save_wish(deadline=deadline())))

@@ -25,7 +25,7 @@ def test_a_kill_right_after_a_commit_leaves_the_record_of_the_step() -> None:
         raise Killed
 
     trainer.train_step, trainer.start_save = train_step, save
-    trainer.save_wish, trainer.saves = lambda: 0, list
+    trainer.save_wish, trainer.saves = lambda **_: 0, list
     trainer.due_tiers = lambda **_: ("disk",) if trainer.step == 2 else ()
     journal: Any = SimpleNamespace(
         step=lambda result, evals: written.append(trainer.step), saves=lambda outcomes: None
