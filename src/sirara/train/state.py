@@ -7,11 +7,13 @@ the rest     is a function of these and of the configuration: lr, dropout, data 
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from sirara.checkpoint.digest import Digest, digest_boxes, digest_of
+from sirara.checkpoint.partial import MASTER, WeightsReport, load_weights
 from sirara.checkpoint.ranges import DTYPES, NamedRange, dtype_name
 from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.share import Agree, read_together
@@ -259,6 +261,34 @@ class TrainState:
                 sources[t.name] = (t.name, t.dtype)
         return sources
 
+    def load_weights(
+        self,
+        snapshot: Snapshot,
+        *,
+        names: Sequence[str] = ("*",),
+        strict: bool = True,
+        grow: bool = False,
+        agree: Agree = lambda fault: fault,
+    ) -> WeightsReport:
+        """Fills weights, and their masters, from a checkpoint that may be of another model; nothing else changes.
+
+        Args, Raises:  as in checkpoint/partial.py; agree as in `load`.  Collective; `complete` follows.
+        """
+        read = partial(
+            read_together, snapshot, comm=self.stage.comms.world, agree=agree, device=self.zero.device
+        )
+        report = load_weights(
+            snapshot,
+            [r for r in self.ranges() if _is_values(r.tensor)],
+            plan=[t for t in self.plan() if _is_values(t.name)],
+            names=names,
+            strict=strict,
+            grow=grow,
+            read=read,
+        )
+        self.zero.round_masters()
+        return report
+
     def complete(self) -> None:
         """After every rank has loaded: gathers what this layout holds in full."""
         self.zero.share_loaded()
@@ -298,6 +328,11 @@ class TrainState:
 
     def _word(self, digest: Digest) -> Tensor:
         return torch.tensor(digest.signed(), dtype=torch.int64, device=self.zero.device)
+
+
+def _is_values(name: str) -> bool:
+    """Whether a tensor of the state is a weight or a master."""
+    return "/" not in name or name.endswith(MASTER)
 
 
 def _copies(ranks: Sequence[int], place: int, copies: int) -> Sequence[int]:
