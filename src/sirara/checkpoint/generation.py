@@ -12,6 +12,7 @@ back to an older step. Of each image and each block the newest `keep` committed 
 committed goes when something newer is. No torch here.
 """
 
+import contextlib
 import json
 import mmap
 import os
@@ -166,22 +167,22 @@ class Slot:
         self._file = os.open(self._part, os.O_RDWR | os.O_CLOEXEC)
         self._map: mmap.mmap | None = None
         self._open = True
+        self.data = memoryview(bytearray())
         try:
             _allocate(self._file, self._part, 0, size)
             self._map = mmap.mmap(self._file, size) if size else None
         except (OSError, StorageError):
             self.discard()
             raise
-        self.data = memoryview(self._map) if self._map is not None else memoryview(bytearray())
+        if self._map is not None:
+            self.data = memoryview(self._map)
 
     def grow(self, size: int) -> None:
         """At least `size` bytes, new ones zero; nobody may hold a view of `data` meanwhile."""
         if size <= self.size:
             return
         _allocate(self._file, self._part, self.size, size - self.size)
-        self.data.release()
-        if self._map is not None:
-            self._map.close()
+        self._unmap()
         self._map = mmap.mmap(self._file, size)
         self.data, self.size = memoryview(self._map), size
 
@@ -203,10 +204,16 @@ class Slot:
     def _close(self) -> None:
         if self._open:
             self._open = False
-            if self._map is not None:
-                self.data.release()
-                self._map.close()
+            self._unmap()
             os.close(self._file)
+
+    def _unmap(self) -> None:
+        # A view in the traceback of a fault keeps the mapping until it is gone itself.
+        with contextlib.suppress(BufferError):
+            self.data.release()
+            if self._map is not None:
+                self._map.close()
+        self._map = None
 
 
 class GenerationStore:

@@ -523,6 +523,10 @@ class NodeTiers:
                 views.append(RemoteNode(self._new_peer(rank), deadline_s=self._deadline_s))
         return views
 
+    def _unknown_nodes(self) -> list[int]:
+        others = range(-(-self._world // self._local_size))
+        return [n for n in others if n != self._me.node and n * self._local_size not in self._addresses]
+
     def rebuild(self, step: int, uuid: str, rank: int) -> Image:
         """Decodes a rank's image from what other nodes hold (parity and their own images) into this node's memory.
 
@@ -530,7 +534,8 @@ class NodeTiers:
         """
         views = self.nodes()
         store = self._store_of["memory"]
-        image = rebuild(step, uuid, rank, nodes=views, store=store)
+        unknown = [f"nobody told where node {node} is" for node in self._unknown_nodes()]
+        image = rebuild(step, uuid, rank, nodes=views, store=store, notes=unknown)
         for view in views:
             try:
                 raw = view.manifest(step, uuid)

@@ -182,12 +182,21 @@ class _Found:
     checked: dict[int, NodeView | None] = field(default_factory=dict)
 
 
-def rebuild(step: int, uuid: str, rank: int, *, nodes: Sequence[NodeView], store: GenerationStore) -> Image:
+def rebuild(
+    step: int,
+    uuid: str,
+    rank: int,
+    *,
+    nodes: Sequence[NodeView],
+    store: GenerationStore,
+    notes: Sequence[str] = (),
+) -> Image:
     """Decodes a rank's image from parity and other ranks' images into `store`; every piece is checked.
 
-    Raises CheckpointError that names all that is missing or damaged.
+    Raises CheckpointError that names all that is missing or damaged.  notes: what is known to be missing already.
     """
     found = _look(step, uuid, rank, nodes)
+    found.notes = [*notes, *found.notes]
     stripes: dict[int, list[tuple[NodeView, ParityBlock]]] = {}
     for view, block in found.parity.values():
         column = next((m.block for m in block.members if m.rank == rank), None)
