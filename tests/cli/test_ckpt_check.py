@@ -189,6 +189,7 @@ def test_repair_rebuilds_a_step_whose_folder_is_gone(run, request, source):
     shutil.rmtree(step_of(run, 10))
     result = sirara("ckpt", "repair", run, "--step", 10)
     assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"{step_name(10)}: rebuilt: ") and "parts from" in result.stdout
     assert committed_steps(run / "checkpoints") == [10, 8]
     assert differing(load(Snapshot(step_of(run, 10)), small_state(10)), small_state(10)) == []
     assert content(step_of(run, 10)).keys() == before.keys()
@@ -248,7 +249,8 @@ def test_why_explains_damage_leftovers_failures_and_the_last_resume(run):
         {"kind": "save", "step": 99},
         {"kind": "resume", "from_step": 8, "attempt": 2, "skipped": [[10, "a file is truncated"]]},
         {"kind": "save_failed", "step": 9, "error": "error[SR601]: no space left\n  where   x"},
-        {"kind": "save_skipped", "step": 7},
+        {"kind": "save_skipped", "step": 12},
+        {"kind": "save", "step": 13, "tiers": ["memory"]},
     )
     result = sirara("ckpt", "why", run)
     assert result.exit_code == 0
@@ -258,8 +260,9 @@ def test_why_explains_damage_leftovers_failures_and_the_last_resume(run):
     assert "step 11 cannot be taken: " in out and "belongs to run 'other'" in out
     assert "a save of attempt 3 that did not end" in out and f"{step_name(4)}: it has no manifest.json" in out
     assert "step 9 could not be saved: error[SR601]: no space left\n" in out
-    assert "step 7 was not saved: a save was still running" in out
-    assert "step 6 was saved and is gone" in out and "step 99" not in out
+    assert "step 12 was not saved: a save was still running" in out
+    assert "step 13 was saved (memory) and is gone" in out
+    assert "step 6" not in out and "step 99" not in out  # older than what is taken; of a life that was given up
     assert (
         "the last resume (attempt 2) went on from step 8\n  it did not take step 10: a file is truncated"
         in out

@@ -66,7 +66,7 @@ class Save:
 class Explanation:
     """Saves newest first; taken: the one that a resume takes now.
 
-    unsaved: steps that the journal speaks of and no place has, with the reason.  leftovers: folders of saves or
+    unsaved: newer steps that the journal speaks of and no place has, with the reason.  leftovers: folders of saves or
     deletions that did not end.  resumed: the newest resume event, None when there was none.  unasked: places that could
     not be asked.
     """
@@ -124,11 +124,12 @@ def explain(folder: Path, places: Places, events: Sequence[Record] = ()) -> Expl
     whole = {save.step for save in saves if save.restorable}
     saves += [save for save in broken if save.step not in whole]
     saves.sort(key=lambda save: (save.step, save.attempt), reverse=True)
+    taken = next((save.step for save in saves if save.restorable), -1)
     return Explanation(
         run=places.run,
         folder=folder,
         saves=tuple(saves),
-        unsaved=tuple(_unsaved(events, {save.step for save in saves})),
+        unsaved=tuple(_unsaved(events, {save.step for save in saves}, newer_than=taken)),
         leftovers=tuple(
             (name, _why_left(name)) for name in (incomplete_steps(folder) if folder.exists() else [])
         ),
@@ -179,7 +180,7 @@ def _judged(case: _Case) -> Save:
     )
 
 
-def _unsaved(events: Sequence[Record], known: set[int]) -> list[tuple[int, str]]:
+def _unsaved(events: Sequence[Record], known: set[int], *, newer_than: int) -> list[tuple[int, str]]:
     """Newest first: steps that were saved, or should have been, and are in no place."""
     said: dict[int, str] = {}
     for event in events:
@@ -190,12 +191,14 @@ def _unsaved(events: Sequence[Record], known: set[int]) -> list[tuple[int, str]]
         elif not isinstance(step, int):
             continue
         elif kind == "save":
-            said[step] = "was saved and is gone: deleted by retention, by hand, or with its node"
+            tiers = event.get("tiers")
+            where = f" ({', '.join(map(str, tiers))})" if tiers else ""
+            said[step] = f"was saved{where} and is gone: deleted, or lost with the nodes that held it"
         elif kind == "save_failed":
             said[step] = f"could not be saved: {_first_line(event.get('error'))}"
         elif kind == "save_skipped":
             said[step] = f"was not saved: {_first_line(event.get('why')) or 'a save was still running'}"
-    gone = sorted((step for step in said if step not in known), reverse=True)
+    gone = sorted((step for step in said if step not in known and step > newer_than), reverse=True)
     return [(step, said[step]) for step in gone[:MOST_UNSAVED]]
 
 

@@ -1,6 +1,7 @@
 """`sirara ckpt verify`, `repair`, `why`: are the bytes what they were, can they be again, what will a resume take?"""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -177,14 +178,14 @@ def _repaired(
     path = found.only or found.folder / step_name(step)
     manifests, unasked = manifests_of(places, step)
     manifests = [*((s.manifest, str(s.path)) for s in given if s.step == step), *manifests]
-    restored = ""
+    restored, rebuilt = "", not path.is_dir()
     try:
         try:
             manifest = Snapshot(path, run=places.run or None, step=step, check_sizes=False).manifest
         except CheckpointError as fault:
             if fault.code == FOREIGN:
                 raise  # a whole manifest of another run or step is no damage that a copy mends
-            if not path.is_dir():
+            if rebuilt:
                 manifest = _only(manifests, step, found)
             else:
                 manifest, restored = repair_manifest(path, manifests, dry_run=dry_run)
@@ -195,14 +196,21 @@ def _repaired(
         ]
         more, why = copies_of(places, manifest, scratch=scratch)
         others = [p for p in found.paths() if p != path]
-        if path.is_dir():
-            done = repair_step(path, manifest, [*copies, *more], others=others, dry_run=dry_run)
-        else:
+        if rebuilt:
             done = rebuild_step(found.folder, manifest, [*copies, *more], others=others, dry_run=dry_run)
+        else:
+            done = repair_step(path, manifest, [*copies, *more], others=others, dry_run=dry_run)
     except CheckpointError as fault:
         lost = [{"file": MANIFEST, "tensor": "", "box": "", "what": f"{fault.what} {fault.why}".strip()}]
-        return {"step": step, "path": str(path), "good": False, "mended": [], "lost": lost}, unasked
-    return _repaired_row(done, restored), [*unasked, *why]
+        return {
+            "step": step,
+            "path": str(path),
+            "good": False,
+            "rebuilt": False,
+            "mended": [],
+            "lost": lost,
+        }, unasked
+    return _repaired_row(done, restored) | {"rebuilt": rebuilt}, [*unasked, *why]
 
 
 def _only(manifests: Sequence[tuple[Manifest, str]], step: int, found: Found) -> Manifest:
@@ -231,7 +239,15 @@ def _say_repaired(row: dict[str, Any], *, dry_run: bool) -> None:
     if not mended and not lost:
         click.echo(f"{name}: good, nothing to repair")
         return
-    word = "can be repaired" if dry_run else "repaired"
+    if row["rebuilt"]:
+        sources = Counter(m["from"] for m in mended)
+        parts = ", ".join(f"{count} parts from {source}" for source, count in sources.items())
+        state = "cannot be rebuilt" if lost else "can be rebuilt" if dry_run else "rebuilt"
+        click.echo(f"{name}: {state}" + (f": {parts}" if parts else ""))
+        mended = []
+    else:
+        word = "can be repaired" if dry_run else "repaired"
+        click.echo(f"{name}: {len(mended)} {word}" + (f", {len(lost)} cannot be" if lost else ""))
     click.echo(
         f"{name}: {len(mended)} {word}, {len(lost)} cannot be" if lost else f"{name}: {len(mended)} {word}"
     )
