@@ -248,9 +248,6 @@ def _say_repaired(row: dict[str, Any], *, dry_run: bool) -> None:
     else:
         word = "can be repaired" if dry_run else "repaired"
         click.echo(f"{name}: {len(mended)} {word}" + (f", {len(lost)} cannot be" if lost else ""))
-    click.echo(
-        f"{name}: {len(mended)} {word}, {len(lost)} cannot be" if lost else f"{name}: {len(mended)} {word}"
-    )
     for rows, tail in ((mended, True), (lost, False)):
         _say_some(
             [
