@@ -85,18 +85,19 @@ class JsonLines:
     def _write_waiting(self) -> None:
         if not self._waiting:
             return
-        count = len(self._waiting)
+        count, lost = len(self._waiting), self._lost
         while self._waiting:
             self._write(self._waiting[0])
             self._waiting.popleft()
-        _log.warning("%s takes records again: %d had waited, %d were lost", self.path, count, self._lost)
         self._lost = 0
+        _log.warning("%s takes records again: %d had waited, %d were lost", self.path, count, lost)
 
     def _wait(self, line: bytes, error: OSError) -> None:
-        if not self._waiting:
-            _log.error("%s; records wait in memory", error)
+        first = not self._waiting
         self._lost += len(self._waiting) == MOST_WAITING
         self._waiting.append(line)
+        if first:  # said last: the line may come back here
+            _log.error("%s; records wait in memory", error)
 
     def close(self) -> None:
         """Closes the file; the next `append` opens it again."""

@@ -50,7 +50,7 @@ def worker_logs(run: RunFolder, *, attempt: int, rank: int, world: int) -> Itera
     file_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     if world > 1:
         _redirect(file_fd)
-    records = JsonLines(path.with_suffix(".jsonl"), rank=rank)
+    records = JsonLines(path.with_suffix(".jsonl"), patient=True, rank=rank)
     console_stream = os.fdopen(os.dup(streams.stderr_fd), "w", buffering=1)
     file_stream = os.fdopen(file_fd, "w", buffering=1)
     console = logging.StreamHandler(console_stream)
@@ -59,7 +59,7 @@ def worker_logs(run: RunFolder, *, attempt: int, rank: int, world: int) -> Itera
     # A warning of Python is the same on all ranks.
     silent = (FILE_ONLY,) if rank == 0 else (FILE_ONLY, WARNINGS)
     console.addFilter(lambda record: record.name not in silent)
-    file = logging.StreamHandler(file_stream)
+    file = _PatientHandler(file_stream)
     file.setFormatter(LineFormatter(rank=None))
     handlers: list[logging.Handler] = [console, file, _RecordHandler(records)]
     root, level, root_level = logging.getLogger(), log.level, logging.getLogger().level
@@ -126,6 +126,14 @@ class LineFormatter(logging.Formatter):
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
         return text
+
+
+class _PatientHandler(logging.StreamHandler[io.TextIOWrapper]):
+    """While the disk is full, lines wait in the buffer of the stream; nobody is told of each."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
 
 
 class _RecordHandler(logging.Handler):
