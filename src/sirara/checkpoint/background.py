@@ -50,9 +50,11 @@ class Background:
         return self._staged is not None or self.keeper.busy
 
     def ready(self) -> None:
-        """Makes sure that there is a keeper and an arena to fill. Raises StorageError when there cannot be."""
+        """Makes sure that there is a keeper and arenas to fill. Raises StorageError when there cannot be."""
         self.keeper.start()
-        self._arena()
+        for which in (0, 1) if self._keeps_memory else (0,):
+            if which != self._protected:
+                self._arena(which)
 
     def kept(self) -> None:
         """The last save is committed in memory: its arena is not filled again before the next one is."""
@@ -64,7 +66,8 @@ class Background:
 
         The copies may be under way when this returns; until `fence` has been called the ranges must not change.
         """
-        arena = self._arena()
+        self._used = 1 if self._protected == 0 else 0
+        arena = self._arena(self._used)
         made = job(str(arena.path))
         arena.mark_writing(made.step, made.uuid)
         if self._stager is None or not self._stager.fits(ranges):
@@ -111,9 +114,7 @@ class Background:
         if clean and s.rank % s.ranks_per_node == 0:
             release(self._memory)
 
-    def _arena(self) -> Arena:
-        """The arena that the next save fills."""
-        which = 0 if self._protected != 0 else 1
+    def _arena(self, which: int) -> Arena:
         if which not in self._arenas:
             self._arenas[which] = Arena.create(
                 self._memory,
@@ -121,7 +122,6 @@ class Background:
                 self._image.total,
                 run=self._settings.run,
             )
-        self._used = which
         return self._arenas[which]
 
     def _newest_committed(self) -> int | None:

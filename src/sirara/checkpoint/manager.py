@@ -509,8 +509,6 @@ class CheckpointManager:
                 )
             if move is Move.START and not line.busy:
                 try:
-                    if self._kept_in_memory:
-                        line.kept()
                     line.ready()
                     address = line.keeper.hello().address if self._needs_addresses else ""
                 except StorageError as error:
@@ -532,6 +530,8 @@ class CheckpointManager:
             alive()
             time.sleep(nap_s)
             nap_s = min(_NAP_S[1], 2 * nap_s)
+        if rows[0].kept:
+            line.kept()
         self.counts.waited += waited
         told = first_fault(rows)
         if fault is None and told is not None:
@@ -593,6 +593,7 @@ class CheckpointManager:
         else:
             self.failures.failed(time.monotonic())
             self.counts.failed += 1
+            self._kept_in_memory = False
             self.put_off |= tiers
         self._last = SaveOutcome(
             kind=kind,

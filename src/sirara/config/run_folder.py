@@ -222,15 +222,17 @@ class RunFolder:
         if self.committed_steps():
             return True
         saved = [event for event in read(self.events) if event.get("kind") == "save"]
-        if saved:
+        on_disk = [event for event in saved if event.get("tiers", {"disk": "kept"}).get("disk") == "kept"]
+        if on_disk:
             raise CheckpointError(
                 f"the checkpoints of {self.id} are gone",
                 code="SR520",
                 where=str(self.checkpoints),
-                why=f"its events say that step {saved[-1].get('step')} was saved",
+                why=f"its events say that step {on_disk[-1].get('step')} was saved",
                 try_=["put the step folders back", "sirara run CONFIG   (a new run, from step 0)"],
             )
-        return False
+        # What was kept in the memory of nodes alone may be there or not: the resume finds out.
+        return bool(saved)
 
     # ------------------------------------------------------------------------------------------------
     # ownership
