@@ -22,6 +22,8 @@ from sirara.pure.manifest import Manifest, TensorEntry
 from sirara.pure.saveplan import ITEM_BYTES
 
 CHUNK_BYTES = 16 << 20
+BLOCK = 1 << 16
+"""Elements that are compared at a time, in the core's cache."""
 NOT_STATE = ("layout",)
 """Fields of the record that say who saved the state, not what it is."""
 
@@ -109,18 +111,16 @@ def _compare_tensor(name: str, a: Snapshot, b: Snapshot, *, quick: bool) -> Tens
     differing, nans, first = 0, 0, None
     largest: float | None = None
     for box, x, y in _chunks(a, left, b, right):
-        at = _where(x, y)
-        if not at.size:
-            continue
-        differing += at.size
-        first = _index(box, int(at[0])) if first is None else first
-        left64, right64 = _double(x[torch.from_numpy(at)]), _double(y[torch.from_numpy(at)])
-        lone = left64.isnan() ^ right64.isnan()
-        nans += int(lone.sum())
-        if not lone.all():
-            # Two infinities of one sign (in two dtypes) are no distance apart, though their difference is NaN.
-            apart = (left64 - right64)[~lone].abs().nan_to_num(nan=0.0, posinf=float("inf"))
-            largest = max(largest or 0.0, float(apart.max()))
+        for at in range(0, len(x), BLOCK):
+            found = _block(x[at : at + BLOCK], y[at : at + BLOCK])
+            if found is None:
+                continue
+            count, lone, peak, place = found
+            differing += count
+            nans += lone
+            first = _index(box, at + place) if first is None else first
+            if count > lone:
+                largest = max(largest or 0.0, peak)
     what: What = "dtype" if not same_dtype else "values" if differing else "equal"
     if not differing:
         largest = 0.0
@@ -143,18 +143,32 @@ def _read(snapshot: Snapshot, entry: TensorEntry, box: Box) -> torch.Tensor:
     return data
 
 
-def _where(x: torch.Tensor, y: torch.Tensor) -> np.ndarray:
-    """Places of the elements that differ: by bits, or by value when the dtypes differ."""
+def _block(x: torch.Tensor, y: torch.Tensor) -> tuple[int, int, float, int] | None:
+    """(elements that differ, those that are NaN on one side, greatest distance, place of the first); None when equal.
+
+    Elements differ by bits, of two dtypes by value.
+    """
     if x.dtype == y.dtype:
         raw = _RAW[x.element_size()]
-        return np.flatnonzero(x.view(torch.uint8).numpy().view(raw) != y.view(torch.uint8).numpy().view(raw))
-    left, right = _double(x), _double(y)
-    return np.flatnonzero(((left != right) & ~(left.isnan() & right.isnan())).numpy())
+        apart = x.view(torch.uint8).numpy().view(raw) != y.view(torch.uint8).numpy().view(raw)
+        if not apart.any():
+            return None
+        left, right = _double(x), _double(y)
+    else:
+        left, right = _double(x), _double(y)
+        apart = ((left != right) & ~(left.isnan() & right.isnan())).numpy()
+        if not apart.any():
+            return None
+    lone = int((left.isnan() ^ right.isnan()).sum())
+    # A difference is NaN where a side is NaN, and of two equal infinities, which are no distance apart.
+    distance = left.sub_(right).abs_().nan_to_num_(nan=0.0, posinf=float("inf"))
+    return int(np.count_nonzero(apart)), lone, float(distance.max()), int(apart.argmax())
 
 
 def _double(x: torch.Tensor) -> torch.Tensor:
     # fp8 converts through float32 only.
-    return (x.float() if x.element_size() == 1 and x.is_floating_point() else x).double()
+    wide = x.float() if x.element_size() == 1 and x.is_floating_point() else x
+    return wide.to(torch.float64, copy=True)
 
 
 def _index(box: Box, place: int) -> tuple[int, ...]:
