@@ -174,8 +174,9 @@ class ParityBuilder:
 
 @dataclass(slots=True)
 class _Found:
-    """What the nodes hold of a save."""
+    """What the nodes hold of a save; checked: rank -> the node whose copy of its image is right, None: no node's."""
 
+    pool: ThreadPoolExecutor
     images: dict[int, list[NodeView]] = field(default_factory=dict)
     parity: dict[str, tuple[NodeView, ParityBlock]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -195,8 +196,18 @@ def rebuild(
 
     Raises CheckpointError that names all that is missing or damaged.  notes: what is known to be missing already.
     """
-    found = _look(step, uuid, rank, nodes)
-    found.notes = [*notes, *found.notes]
+    with ThreadPoolExecutor(max_workers=min(16, max(4, len(nodes)))) as pool:
+        found = _Found(pool=pool, notes=list(notes))
+        image = _rebuild(step, uuid, rank, nodes, store, found)
+    for note in found.notes:
+        _log.warning("rank %d of step %d was rebuilt in spite of this: %s", rank, step, note)
+    return image
+
+
+def _rebuild(
+    step: int, uuid: str, rank: int, nodes: Sequence[NodeView], store: GenerationStore, found: _Found
+) -> Image:
+    _look(found, step, uuid, rank, nodes)
     stripes: dict[int, list[tuple[NodeView, ParityBlock]]] = {}
     for view, block in found.parity.values():
         column = next((m.block for m in block.members if m.rank == rank), None)
@@ -206,6 +217,8 @@ def rebuild(
         raise _cannot(step, rank, ["no node that can be asked holds parity of it", *found.notes])
     first = next(iter(stripes.values()))[0][1]
     image = next(m.image for m in first.members if m.rank == rank)
+    others = {m.rank: m.image for _, block in found.parity.values() for m in block.members if m.rank != rank}
+    list(found.pool.map(lambda other: _good_image(found, other), others.values()))
     slot = store.new_image(image)
     try:
         for column in range(first.k):
@@ -224,13 +237,11 @@ def rebuild(
         store.keep_image(image, slot)
     finally:
         slot.discard()
-    for note in found.notes:
-        _log.warning("rank %d of step %d was rebuilt in spite of this: %s", rank, step, note)
     return image
 
 
-def _look(step: int, uuid: str, rank: int, nodes: Sequence[NodeView]) -> _Found:
-    found = _Found()
+def _look(found: _Found, step: int, uuid: str, rank: int, nodes: Sequence[NodeView]) -> None:
+    """Asks all nodes at once for their inventory and the parity that covers the rank."""
 
     def ask(view: NodeView) -> tuple[NodeView, list[ParityBlock], list[int], list[str]]:
         blocks: list[ParityBlock] = []
@@ -245,14 +256,12 @@ def _look(step: int, uuid: str, rank: int, nodes: Sequence[NodeView]) -> _Found:
         except SiraraError as fault:
             return view, blocks, [], [f"{view.name}: {one_line(fault)}"]
 
-    with ThreadPoolExecutor(max_workers=min(16, max(1, len(nodes)))) as pool:
-        for view, blocks, ranks, notes in pool.map(ask, nodes):
-            for block in blocks:
-                found.parity[block.name] = (view, block)
-            for other in ranks:
-                found.images.setdefault(other, []).append(view)
-            found.notes += notes
-    return found
+    for view, blocks, ranks, notes in found.pool.map(ask, nodes):
+        for block in blocks:
+            found.parity[block.name] = (view, block)
+        for other in ranks:
+            found.images.setdefault(other, []).append(view)
+        found.notes += notes
 
 
 def _good_image(found: _Found, image: Image) -> NodeView | None:
@@ -294,6 +303,7 @@ def _decode(
             lost.add(j)
             missing.append(f"the image of rank {other.rank} (node {other.node})")
     at = 0
+    buffers = [memoryview(bytearray(min(CHUNK_BYTES, block.size))) for _ in range(block.k + 1)]
     while at < len(target):
         have = [i for i in sorted((*members, *parity)) if i not in lost][: block.k]
         if len(have) < block.k:
@@ -305,7 +315,7 @@ def _decode(
             )
             raise _cannot(image.step, image.rank, [what, *found.notes])
         try:
-            at += _decode_chunk(block, column, have, at, members, parity, found, target)
+            at += _decode_chunk(block, column, have, at, members, parity, found, target, buffers)
         except _SourceLost as fault:
             lost.add(fault.source)
             found.notes.append(one_line(fault.fault))
@@ -328,11 +338,12 @@ def _decode_chunk(
     parity: Mapping[int, tuple[NodeView, ParityBlock]],
     found: _Found,
     target: memoryview,
+    buffers: Sequence[memoryview],
 ) -> int:
+    """Decodes one chunk of the target; returns its length. buffers: one per source and one more."""
     size = min(CHUNK_BYTES, block.size - at)
 
-    def read(source: int) -> memoryview:
-        buffer = memoryview(bytearray(size))
+    def read(source: int, buffer: memoryview) -> memoryview:
         try:
             if source >= block.k:
                 view, b = parity[source]
@@ -343,13 +354,13 @@ def _decode_chunk(
                 view, part = found.checked[other.rank], buffer[: max(0, min(size, length - at))]
                 if len(part) and view is not None:
                     view.read(other.step, other.uuid, other.rank, [part], start + at)
+                buffer[len(part) :] = bytes(size - len(part))
         except SiraraError as fault:
             raise _SourceLost(source, fault) from fault
         return buffer
 
-    with ThreadPoolExecutor(max_workers=len(have)) as pool:
-        sources = list(pool.map(read, have))
-    whole = memoryview(bytearray(size))
+    sources = list(found.pool.map(read, have, [b[:size] for b in buffers[: block.k]]))
+    whole = buffers[block.k][:size]
     isal.combine(decoding(block.k, block.m, have, [column]), sources, [whole])
     used = min(size, len(target) - at)
     target[at : at + used] = whole[:used]
