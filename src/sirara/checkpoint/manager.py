@@ -29,6 +29,7 @@ from sirara.checkpoint.readback import committed_manifest
 from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.report import assemble, report_name, tell_committer, wait_for_reports
 from sirara.checkpoint.restore import Candidate, Restored, read_first
+from sirara.checkpoint.space import SMALL_FILES, Need, check_before_save
 from sirara.checkpoint.steps import committed_steps, save_uuid, step_name, temp_name
 from sirara.checkpoint.storage import Disk
 from sirara.checkpoint.writer import write_part
@@ -283,7 +284,9 @@ class CheckpointManager:
 
     def _write(self, files: SavePlan, temp: Path, ranges: Sequence[NamedRange], uuid: str, step: int) -> None:
         try:
-            self._disk.require(self.folder, sum(p.length for p in files.pieces_of.get(self.rank, ())))
+            own = sum(p.length for p in files.pieces_of.get(self.rank, ()))
+            self._disk.require(self.folder, own)
+            check_before_save([self._need(own, files)])
             if self.world == 1:
                 self._disk.remove_tree(temp)
             self._disk.make_folder(temp)
@@ -509,6 +512,9 @@ class CheckpointManager:
                 )
             if move is Move.START and not line.busy:
                 try:
+                    # With other tiers the save is worth its while though the disk be full.
+                    if self.rank == 0 and wanted <= {"disk", "object"}:
+                        check_before_save([self._need(line.plan.total_bytes, line.plan)])
                     line.ready()
                     address = line.keeper.hello().address if self._needs_addresses else ""
                 except StorageError as error:
@@ -537,6 +543,11 @@ class CheckpointManager:
         if fault is None and told is not None:
             fault = StorageError(f"no save was begun: rank {told[0]}: {told[1]}", code="SR603")
         return move, rows, fault
+
+    def _need(self, size: int, files: SavePlan) -> Need:
+        """What a save will write to the step folder."""
+        count = len(files.files) + self.world + SMALL_FILES
+        return Need(tier="disk", folder=self.folder, times=1, each=size, files=count)
 
     def _hear(self, *, flush: bool = False) -> None:
         line = self._background

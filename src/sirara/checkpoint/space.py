@@ -20,6 +20,8 @@ from sirara.pure.retain import Rules, most_steps
 MARGIN = 1.05
 """File systems need space of their own for what is written."""
 FILE_BYTES = 2 << 30
+SMALL_FILES = 10
+"""Of a step folder: manifest, marks, config.json and its kind."""
 GENERATIONS = 3
 """Copies of an image on a node: the two newest committed ones and the one that arrives."""
 ARENAS = 2
@@ -204,7 +206,7 @@ def state_bytes(config: RunConfig, units: Sequence[UnitSpec]) -> int:
 
 def step_files(size: int, *, world: int, nodes: int) -> int:
     """The most files of one step folder, the reports of the ranks while it is written included."""
-    return nodes * -(-max(size, 1) // FILE_BYTES) * 2 + 10 + world
+    return nodes * -(-max(size, 1) // FILE_BYTES) * 2 + SMALL_FILES + world
 
 
 def _tier_needs(
