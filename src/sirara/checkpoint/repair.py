@@ -50,12 +50,16 @@ class Mended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repaired:
-    """What became of one step (or, dry, would). lost: what is still not as it was written."""
+    """What became of one step (or, dry, would). lost: what is still not as it was written.
+
+    rebuilt: the step had no folder, everything was taken from elsewhere.
+    """
 
     step: int
     path: Path
     mended: tuple[Mended, ...]
     lost: tuple[Fault, ...]
+    rebuilt: bool = False
 
     @property
     def good(self) -> bool:
@@ -161,12 +165,6 @@ def repair_manifest(
         why=f"the files are of save {', '.join(sorted(owners)) or '(none says)'}; {found}",
         try_="ckpt repair --from FOLDER, with a copy of this step made before the damage",
     )
-
-
-def replica(path: Path) -> tuple[Manifest, str]:
-    """The manifest of a folder that is said to be a copy of a step.  Raises CheckpointError when it is not whole."""
-    snapshot = Snapshot(path, check_sizes=False)
-    return snapshot.manifest, str(path)
 
 
 @dataclass

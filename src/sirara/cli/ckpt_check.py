@@ -9,12 +9,12 @@ from typing import Any
 
 import click
 
-from sirara.checkpoint.copies import Copy, FolderCopy
 from sirara.checkpoint.explain import Explanation, Save, explain
-from sirara.checkpoint.find import Found, find, step_number
-from sirara.checkpoint.places import Places, copies_of, manifests_of, places_of, run_of
+from sirara.checkpoint.find import find, step_number
+from sirara.checkpoint.mend import mend
+from sirara.checkpoint.places import Places, places_of, run_of
 from sirara.checkpoint.reader import Snapshot
-from sirara.checkpoint.repair import Repaired, rebuild_step, repair_manifest, repair_step
+from sirara.checkpoint.repair import Repaired
 from sirara.checkpoint.scrub import scrub
 from sirara.checkpoint.scrub_places import Scrubbed, scrub_places, torn
 from sirara.checkpoint.steps import incomplete_steps, step_name
@@ -23,9 +23,7 @@ from sirara.cli.options import json_option, say_json
 from sirara.config.run_folder import RunFolder
 from sirara.errors import CheckpointError, ConfigError, Exit, StorageError
 from sirara.events import read
-from sirara.pure.manifest import MANIFEST, Manifest
-
-FOREIGN = "SR512"
+from sirara.pure.manifest import MANIFEST
 
 
 @click.command()
@@ -153,109 +151,54 @@ def repair(target: str, step: int | None, replicas: tuple[Path, ...], dry_run: b
     steps = [step] if step is not None else [step_number(path) for path in found.paths()]
     if not steps:
         found.path(None)  # says that there is none
-    rows, unasked = [], list(places.unasked)
+    results: list[Repaired] = []
+    unasked = list(places.unasked)
     with TemporaryDirectory(prefix="sirara-decoded-") as scratch:
         for number in steps:
-            row, more = _repaired(found, number, places, given, Path(scratch), dry_run=dry_run)
+            done, more = mend(found, number, places, replicas=given, scratch=Path(scratch), dry_run=dry_run)
             unasked += more
-            rows.append(row)
+            results.append(done)
             if not as_json:
-                _say_repaired(row, dry_run=dry_run)
+                _say_repaired(done, dry_run=dry_run)
     unasked = list(dict.fromkeys(unasked))
-    good = all(row["good"] for row in rows)
+    good = all(done.good for done in results)
     if as_json:
-        fields = {"folder": str(found.folder), "dry_run": dry_run, "good": good, "steps": rows}
+        fields = {
+            "folder": str(found.folder),
+            "dry_run": dry_run,
+            "good": good,
+            "steps": [_repaired_row(done) for done in results],
+        }
         say_json(fields | {"unasked": unasked})
     else:
         _say_unasked(unasked)
     return Exit.DONE if good else Exit.CORRUPT
 
 
-def _repaired(
-    found: Found, step: int, places: Places, given: Sequence[Snapshot], scratch: Path, *, dry_run: bool
-) -> tuple[dict[str, Any], list[str]]:
-    """What became of one step, as a row, and what could not be asked."""
-    path = found.only or found.folder / step_name(step)
-    manifests, unasked = manifests_of(places, step)
-    manifests = [*((s.manifest, str(s.path)) for s in given if s.step == step), *manifests]
-    restored, rebuilt = "", not path.is_dir()
-    try:
-        try:
-            manifest = Snapshot(path, run=places.run or None, step=step, check_sizes=False).manifest
-        except CheckpointError as fault:
-            if fault.code == FOREIGN:
-                raise  # a whole manifest of another run or step is no damage that a copy mends
-            if rebuilt:
-                manifest = _only(manifests, step, found)
-            else:
-                manifest, restored = repair_manifest(path, manifests, dry_run=dry_run)
-        copies: list[Copy] = [
-            FolderCopy(s.path, s.manifest, name=str(s.path))
-            for s in given
-            if s.manifest.uuid == manifest.uuid
-        ]
-        more, why = copies_of(places, manifest, scratch=scratch)
-        others = [p for p in found.paths() if p != path]
-        if rebuilt:
-            done = rebuild_step(found.folder, manifest, [*copies, *more], others=others, dry_run=dry_run)
-        else:
-            done = repair_step(path, manifest, [*copies, *more], others=others, dry_run=dry_run)
-    except CheckpointError as fault:
-        lost = [{"file": MANIFEST, "tensor": "", "box": "", "what": f"{fault.what} {fault.why}".strip()}]
-        return {
-            "step": step,
-            "path": str(path),
-            "good": False,
-            "rebuilt": False,
-            "mended": [],
-            "lost": lost,
-        }, unasked
-    return _repaired_row(done, restored) | {"rebuilt": rebuilt}, [*unasked, *why]
-
-
-def _only(manifests: Sequence[tuple[Manifest, str]], step: int, found: Found) -> Manifest:
-    """The manifest of a step that has no folder: of its saves the one of the newest attempt."""
-    if not manifests:
-        raise CheckpointError(
-            f"step {step} is not in {found.folder}, and no other place has it", code="SR513"
-        )
-    return max((m for m, _ in manifests), key=lambda m: m.attempt)
-
-
-def _repaired_row(done: Repaired, restored: str) -> dict[str, Any]:
+def _repaired_row(done: Repaired) -> dict[str, Any]:
     mended = [
         {"file": m.file, "tensor": m.tensor, "box": m.box, "what": m.what, "from": m.taken_from}
         for m in done.mended
     ]
-    if restored:
-        row = {"file": MANIFEST, "tensor": "", "box": "", "what": "all of it is good again", "from": restored}
-        mended.insert(0, row)
     lost = [{"file": f.file, "tensor": f.tensor, "box": f.box, "what": f.what} for f in done.lost]
-    return {"step": done.step, "path": str(done.path), "good": done.good, "mended": mended, "lost": lost}
+    fields = {"step": done.step, "path": str(done.path), "good": done.good, "rebuilt": done.rebuilt}
+    return fields | {"mended": mended, "lost": lost}
 
 
-def _say_repaired(row: dict[str, Any], *, dry_run: bool) -> None:
-    name, mended, lost = step_name(row["step"]), row["mended"], row["lost"]
-    if not mended and not lost:
-        click.echo(f"{name}: good, nothing to repair")
-        return
-    if row["rebuilt"]:
-        sources = Counter(m["from"] for m in mended)
+def _say_repaired(done: Repaired, *, dry_run: bool) -> None:
+    name, mended, lost = step_name(done.step), done.mended, done.lost
+    if done.rebuilt:
+        sources = Counter(m.taken_from for m in mended)
         parts = ", ".join(f"{count} parts from {source}" for source, count in sources.items())
         state = "cannot be rebuilt" if lost else "can be rebuilt" if dry_run else "rebuilt"
         click.echo(f"{name}: {state}" + (f": {parts}" if parts else ""))
-        mended = []
-    else:
+    elif mended or lost:
         word = "can be repaired" if dry_run else "repaired"
         click.echo(f"{name}: {len(mended)} {word}" + (f", {len(lost)} cannot be" if lost else ""))
-    for rows, tail in ((mended, True), (lost, False)):
-        _say_some(
-            [
-                f"{r['file']}: {r['tensor']}{r['box']}{' ' if r['tensor'] else ''}{r['what']}"
-                + (f", from {r['from']}" if tail else "")
-                for r in rows
-            ]
-        )
+        _say_some([str(m) for m in mended])
+    else:
+        click.echo(f"{name}: good, nothing to repair")
+    _say_some([str(fault) for fault in lost])
 
 
 # ---- why
