@@ -199,7 +199,7 @@ def _no_memory(fault: OSError, path: Path, size: int) -> StorageError:
 # ---- the folder of a run on a node
 
 
-def memory_root(path: Path | None, node: int) -> Path:
+def memory_root(path: Path | str | None, node: int) -> Path:
     """Where runs keep images on this node; `path` as configured, {node} in it is the number of the node."""
     if path is None:
         return Path("/dev/shm") / f"sirara-{os.getuid()}"

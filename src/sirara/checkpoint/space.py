@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sirara.checkpoint.arena import memory_root
 from sirara.config.schema import RunConfig, TierConfig
 from sirara.errors import PlanError, StorageError
 from sirara.pure.families import UnitSpec
@@ -176,14 +177,8 @@ def needs_images(tiers: Sequence[TierConfig]) -> bool:
 
 
 def memory_folder(tiers: Sequence[TierConfig], *, node: int) -> Path:
-    """Where snapshots of this node lie: the path of the memory tier, else of shared memory."""
-    path = next((t.path for t in tiers if t.tier == "memory" and t.path is not None), None)
-    return place_of(path, node=node) if path is not None else Path(f"/dev/shm/sirara-{os.getuid()}")
-
-
-def place_of(path: Path | str, *, node: int) -> Path:
-    """A tier's path with the number of the node in it."""
-    return Path(str(path).replace("{node}", str(node)))
+    """Where snapshots of this node lie: the path of the memory tier, else shared memory."""
+    return memory_root(next((t.path for t in tiers if t.tier == "memory"), None), node)
 
 
 def state_bytes(config: RunConfig, units: Sequence[UnitSpec]) -> int:
@@ -214,11 +209,11 @@ def _tier_needs(
 ) -> list[Need]:
     kept = "two newest ones and one being written"
     if tier.tier == "disk" and tier.path is not None:
-        folder = place_of(tier.path, node=seats.node) / run
+        folder = memory_root(tier.path, seats.node) / run
         return [_image_need("disk", folder, GENERATIONS, share, seats, why=kept)]
     if tier.tier not in ("peer", "parity"):
         return []
-    path = place_of(tier.path, node=seats.node) if tier.path else memory_folder(tiers, node=seats.node)
+    path = memory_root(tier.path, seats.node) if tier.path else memory_folder(tiers, node=seats.node)
     if tier.tier == "peer":
         advice = (f"tiers: peer with copies: {tier.copies - 1}",) if tier.copies > 2 else ()
         images = GENERATIONS * (tier.copies - 1)
