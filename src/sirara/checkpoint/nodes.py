@@ -60,8 +60,8 @@ def is_node_tier(tier: TierConfig) -> bool:
 class NodeTiers:
     """The node tiers of one run, seen from one keeper.
 
-    Args:  tiers: of the configuration; those that are not kept by nodes are ignored.  local_size: ranks per node.
-           node: rank // local_size.  token: the run's secret; who does not know it is turned away.
+    Args:  tiers: of the configuration, each with its interval; those that are not kept by nodes are ignored.
+           local_size: ranks per node.  node: rank // local_size.  token: the run's secret; who does not know it is turned away.
            memory: folder in shared memory for tiers without a path; the run's folder in it is <memory>/<run>.
            host: where the others reach this node.  idle_s: a peer that moves no byte for so long has failed.
            deadline_s: for all that one call does.
@@ -602,10 +602,9 @@ class NodeTiers:
 
     def _wants_own_copy(self, tiers: Sequence[TierConfig]) -> bool:
         """An arena serves the next save but one. Copies and parity on other nodes need the own images beside them, so
-        where other tiers are saved at other steps, the image is copied as well."""
+        where another tier is saved at other steps (without an interval it never is), the image is copied as well."""
         return any(
-            other.every != tier.every
-            and (other.every is None or tier.every is None or other.every % tier.every != 0)
+            other.every is not None and (tier.every is None or other.every % tier.every != 0)
             for name, tier in self._tiers.items()
             if name in ("peer", "parity")
             for other in tiers

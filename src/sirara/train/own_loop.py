@@ -109,7 +109,7 @@ class Trainer:
             keep_best=checkpoint.keep_best,
             fence=lambda: run.check_attempt(attempt),
             deadline_s=timeout_s,
-            tiers=checkpoint.tiers,
+            tiers=[t.model_copy(update={"every": t.every or checkpoint.every}) for t in checkpoint.tiers],
             asynchronous=checkpoint.async_,
             when_busy=checkpoint.when_busy,
             max_failures=checkpoint.max_failures,
