@@ -56,3 +56,25 @@ def test_a_save_that_cannot_end_before_the_kill_is_not_started(project):
     assert done.code == 0, done.err
     resumed = [e["from_step"] for e in read(run.events) if e["kind"] == "resume"]
     assert resumed == [saved, saved]
+
+
+def test_a_save_goes_to_the_tier_that_ends_in_time_and_resume_finds_it_there(project, tmp_path):
+    known = len(project.runs())
+    tiers = f"checkpoint.tiers=[{{tier: memory, path: {tmp_path / 'shm'}}}, disk]"
+    process = project.start("run", "toy.yaml", "name=quick", *LONG, tiers)
+    run = project.wait_for_step(3, process, more_than=known)
+    process.terminate()
+    assert project.finish(process).code == 75
+    (saved,) = run.committed_steps()
+    (run.path / FILE).write_text(json.dumps({"disk": [10.0], "memory": [1e12]}))
+    process = project.start("resume", run.id, "launch.stop_grace=60s", "--json")
+    project.wait_for_step(saved + 3, process)
+    process.terminate()
+    quick = project.finish(process)
+    assert quick.code == 75, quick.err
+    assert "a save to all tiers would not end in time" in quick.err
+    assert run.committed_steps() == [saved] and quick.result["step"] > saved
+    done = project.sirara("resume", run.id, f"train.steps={quick.result['step'] + 2}", "--json")
+    assert done.code == 0, done.err
+    resumed = [e["from_step"] for e in read(run.events) if e["kind"] == "resume"]
+    assert resumed == [saved, quick.result["step"]]

@@ -20,11 +20,11 @@ import pytest
 from sirara.checkpoint.space import Need, check_before_save, check_before_training
 from sirara.checkpoint.steps import incomplete_steps
 from sirara.checkpoint.storage import Disk
-from sirara.config.run_folder import RunFolder, list_runs
+from sirara.config.run_folder import list_runs
 from sirara.errors import PlanError, StorageError
 from sirara.events import read
 from tests.checkpoints import State, differing, even, load, manager, plan_of, ranges_of, save, small_state
-from tests.project import Project, done_step, until
+from tests.project import Project, until
 
 STATES = {step: small_state(step) for step in (1, 2, 3)}
 
@@ -307,22 +307,31 @@ def test_training_goes_on_while_the_disk_of_the_whole_run_is_full(project, peace
     shutil.rmtree(run.path)
 
 
-def test_too_many_failures_in_a_row_end_the_run_with_74_and_resume_is_equal(project, peace, device):
-    process, heard, run = started(project, device, "broken", "checkpoint.max_failures=3")
+@pytest.mark.parametrize("tiers", ["disk", "memory"])
+def test_too_many_failures_in_a_row_end_the_run_with_74_and_resume_is_equal(
+    project, peace, device, tmp_path, tiers
+):
+    settings = ["checkpoint.max_failures=3"]
+    if tiers == "memory":
+        settings.append(f"checkpoint.tiers=[{{tier: memory, path: {tmp_path / 'shm'}}}, disk]")
+    process, heard, run = started(project, device, f"broken-{tiers}", *settings)
     device.fill()
     code, err = ended(process, heard)
     assert code == 74, err
-    assert err.count(FAILED) == 3 and "no space left" in err
+    assert err.count(FAILED) == 3 and "no space left" in err and "3 saves in a row have failed" in err
     kept = run.committed_steps()
     assert kept and 20 <= kept[-1] < peace["step"]
     # The disk is still full: nothing is started on it.
     refused = project.sirara("resume", str(run.path))
-    assert refused.code == 3 and "error[SR260]: no space left for checkpoints (disk)" in refused.err
-    assert done_step(RunFolder(run.path)) < peace["step"]
+    assert refused.code == 3 and "error[SR260]: no space left for checkpoints (disk" in refused.err
     device.free()
     done = project.sirara("resume", str(run.path), "--json")
     assert done.code == 0, done.err
     assert {name: done.result[name] for name in EQUAL} == peace
+    resumed = next(e["from_step"] for e in read(run.events) if e["kind"] == "resume")
+    # Memory holds the step at which the run gave up.
+    assert resumed > kept[-1] if tiers == "memory" else resumed == kept[-1]
+    assert ("is kept in memory" in err) is (tiers == "memory")
     shutil.rmtree(run.path)
 
 
