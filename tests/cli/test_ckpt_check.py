@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from functools import partial
 
 import pytest
 from click.testing import CliRunner
@@ -13,7 +14,7 @@ from sirara.checkpoint.steps import committed_steps, save_uuid, step_name
 from sirara.cli.main import cli
 from sirara.pure.manifest import MANIFEST
 from tests.checkpoints import differing, even, flip_bit, load, save, small_state
-from tests.node_copies import keep_images, keep_parity, plan_like
+from tests.node_copies import keep_images, keep_parity
 
 RUN = "demo-12345678"
 WORLD = 4
@@ -50,9 +51,9 @@ def run(tmp_path):
 
 @pytest.fixture
 def images(run, tmp_path):
-    plan = plan_like(small_state(10), even(small_state(10), WORLD))
-    keep_images(tmp_path / "nodes", step_of(run, 10), plan, WORLD)
-    keep_parity(tmp_path / "nodes", step_of(run, 10), plan, WORLD, 1)
+    state = small_state(10)
+    for keep in (keep_images, partial(keep_parity, m=1)):
+        keep(tmp_path / "nodes", step_of(run, 10), state, even(state, WORLD))
     return tmp_path / "nodes"
 
 
@@ -262,7 +263,9 @@ def test_why_explains_damage_leftovers_failures_and_the_last_resume(run):
     assert "step 9 could not be saved: error[SR601]: no space left\n" in out
     assert "step 12 was not saved: a save was still running" in out
     assert "step 13 was saved (memory) and is gone" in out
-    assert "step 6" not in out and "step 99" not in out  # older than what is taken; of a life that was given up
+    assert (
+        "step 6" not in out and "step 99" not in out
+    )  # older than what is taken; of a life that was given up
     assert (
         "the last resume (attempt 2) went on from step 8\n  it did not take step 10: a file is truncated"
         in out
