@@ -1,7 +1,7 @@
 """What a trainer tells its keeper, and what it hears back: plain data, one JSON line each.
 
     trainer ── KeeperSettings, once ──►  keeper        the plan lies in a file beside the arenas
-            ◄── Hello (its address) ──
+            ◄── Hello (its address), or why it cannot start ──
             ── SaveJob, one at a time ─►
             ◄── JobEnd ───────────────
 
@@ -187,6 +187,11 @@ class SaveOutcome:
     fault: SiraraError | None = None
     in_a_row: int = 0
     why: str = ""
+
+
+def failed_line(error: BaseException) -> bytes:
+    """What a keeper says that cannot start."""
+    return _line({"kind": "failed", "fault": fault_fields(error)})
 
 
 def fault_fields(error: BaseException) -> dict[str, Any]:

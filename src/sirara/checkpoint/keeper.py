@@ -15,8 +15,10 @@ import socket
 import sys
 from collections.abc import Iterator
 
-from sirara.checkpoint.job import Hello, KeeperSettings, SaveJob
+from sirara.checkpoint.job import Hello, KeeperSettings, SaveJob, failed_line
 from sirara.checkpoint.phases import Keeper
+
+_log = logging.getLogger("sirara")
 
 _IDLE_CLASS, _CLASS_SHIFT, _WHO_PROCESS = 3, 13, 1
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -59,7 +61,12 @@ def serve(connection: socket.socket) -> None:
     lines = _lines(connection)
     settings = KeeperSettings.from_fields(next(lines))
     be_modest(settings.nice)
-    keeper = Keeper(settings, orphaned=lambda: _hung_up(connection))
+    try:
+        keeper = Keeper(settings, orphaned=lambda: _hung_up(connection))
+    except Exception as fault:  # noqa: BLE001  whatever it is, the trainer must hear of it
+        _log.exception("the writer of rank %d cannot start", settings.rank)
+        _say(connection, failed_line(fault))
+        return
     try:
         _say(connection, Hello(pid=os.getpid(), address=keeper.address).to_line())
         for fields in lines:

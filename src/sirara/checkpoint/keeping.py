@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sirara.checkpoint.job import Hello, JobEnd, KeeperSettings, SaveJob
+from sirara.checkpoint.job import Hello, JobEnd, KeeperSettings, SaveJob, fault_from
 from sirara.checkpoint.storage import storage_error
-from sirara.errors import StorageError
+from sirara.errors import SiraraError, StorageError
 
 START_S = 60.0
 SEND_S = 60.0
@@ -41,6 +41,7 @@ class KeeperProcess:
         self._hello: Hello | None = None
         self._job: SaveJob | None = None
         self._files: dict[str, bytes] | None = None
+        self._fault: SiraraError | None = None
         self.starts = 0
 
     @property
@@ -73,6 +74,7 @@ class KeeperProcess:
             self._process = self._spawn(theirs.fileno())
         ours.settimeout(SEND_S)
         self._socket, self._heard, self._hello, self._files = ours, b"", None, None
+        self._fault = None
         self.starts += 1
         self._send(s.to_line())
 
@@ -185,6 +187,9 @@ class KeeperProcess:
             self._hello = Hello(pid=fields["pid"], address=fields["address"])
             Path(self._settings.plan).unlink(missing_ok=True)
             return None
+        if fields["kind"] == "failed":
+            self._fault = fault_from(fields["fault"])
+            return self._died()
         self._job = None
         return JobEnd.from_fields(fields)
 
@@ -198,6 +203,9 @@ class KeeperProcess:
     def _died(self) -> JobEnd:
         job, words = self._job, self._death()
         self._drop()
+        if self._fault is not None:
+            fault, self._fault = self._fault, None
+            return JobEnd(step=job.step if job else -1, uuid=job.uuid if job else "", fault=fault)
         return JobEnd(
             step=job.step if job else -1,
             uuid=job.uuid if job else "",
