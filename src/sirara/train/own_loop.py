@@ -424,14 +424,14 @@ class Trainer:
     def give_up(self, *, alive: Callable[[], object] = lambda: None) -> StorageError:
         """The error that ends a run which cannot save any more; the state is kept in memory where there is such a
         tier."""
+        count = self.manager.failures.in_a_row  # a save to memory is no failure and forgets them
         kept = "memory" in self.manager.tiers
         if kept:
             self.start_save(tiers=("memory",), patient=True, alive=alive)
             last = self.finish_saves(alive=alive)
             kept = last is not None and last.fault is None
-        failures = self.manager.failures
         return StorageError(
-            f"{failures.in_a_row or 'too many'} saves in a row have failed",
+            f"{count or 'too many'} saves in a row have failed",
             code="SR606",
             why=f"step {self.step} is kept in memory" if kept else "nothing of the last steps is kept",
             try_=["free some space, then: sirara resume " + self.run.id, "checkpoint.max_failures=20"],
