@@ -11,10 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import xxhash
 
 from sirara.checkpoint.digest import Digest, digest_boxes, digest_of
 from sirara.checkpoint.partial import MASTER, WeightsReport, load_weights
-from sirara.checkpoint.ranges import DTYPES, NamedRange, dtype_name
+from sirara.checkpoint.ranges import DTYPES, NamedRange, dtype_name, host_bytes
 from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.share import Agree, read_together
 from sirara.comm.group import Comm
@@ -150,7 +151,7 @@ class TrainState:
         """One gather over `comm` of the digests of all groups in `held`; `alike`: the ranks that must agree."""
         if comm.size == 1 or not held:
             return
-        words = [self._word(digest_of((f.group.name + s, 0, data) for s, data in parts)) for f, parts in held]
+        words = [self._fingerprint(f.group.name, parts) for f, parts in held]
         rows = comm.gather_rows("compare replicas", torch.cat(words)).view(comm.size, -1, 2).tolist()
         for n, (flat, _) in enumerate(held):
             first, *others = alike(flat)
@@ -165,7 +166,7 @@ class TrainState:
             return
         held = {flat.index: flat for flat in self.zero.groups}
         words = [
-            self._word(digest_of([("", 0, held[i].weights_S)]))
+            self._fingerprint("", [("", held[i].weights_S)])
             if i in held
             else torch.zeros(2, dtype=torch.int64)
             for i in indices
@@ -325,6 +326,15 @@ class TrainState:
             kinds += [("/master", sums)] if weights != sums else []
             kinds += [(f"/{name}", sums) for name in self.state_names(group)]
         return kinds
+
+    def _fingerprint(self, name: str, parts: Sequence[tuple[str, Tensor]]) -> Tensor:
+        """[2] words that are equal where the bits of `parts` are: a fast hash on the host, the digest on a device."""
+        if self.zero.device.type != "cpu":
+            return self._word(digest_of((name + suffix, 0, data) for suffix, data in parts))
+        hasher = xxhash.xxh3_128()
+        for _, data in parts:
+            hasher.update(host_bytes(data))
+        return torch.frombuffer(bytearray(hasher.digest()), dtype=torch.int64)
 
     def _word(self, digest: Digest) -> Tensor:
         return torch.tensor(digest.signed(), dtype=torch.int64, device=self.zero.device)
