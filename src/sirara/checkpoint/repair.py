@@ -161,7 +161,7 @@ def repair_manifest(
     )
     raise CheckpointError(
         f"the {MANIFEST} of {path} cannot be repaired",
-        code="SR541",
+        code="SR545",
         why=f"the files are of save {', '.join(sorted(owners)) or '(none says)'}; {found}",
         try_="ckpt repair --from FOLDER, with a copy of this step made before the damage",
     )

@@ -23,7 +23,7 @@ from sirara.pure.retain import Rules
 from sirara.pure.saveplan import FILE_BYTES, PIECE_BYTES
 
 
-@click.command()
+@click.command(short_help="rewrite a step as if other nodes had saved it")
 @click.argument("target")
 @click.argument("out", type=click.Path(path_type=Path))
 @step_option()
@@ -67,7 +67,7 @@ def reshard(
     click.echo(f"{done.tensors} tensors, {size_text(done.total_bytes)} in {len(done.files)} files")
 
 
-@click.command()
+@click.command(short_help="delete the steps that no rule keeps")
 @click.argument("target")
 @click.option(
     "--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the newest N verified steps."
@@ -154,7 +154,7 @@ def _pruned_record(done: Pruned, folder: Path, rules: Rules, *, dry_run: bool) -
     }
 
 
-@click.command()
+@click.command(short_help="keep one step whatever the rules say")
 @click.argument("target")
 @step_option()
 @click.option("--note", default="", help="For whom or what; kept in the file.")

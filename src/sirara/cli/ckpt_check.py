@@ -26,7 +26,7 @@ from sirara.events import read
 from sirara.pure.manifest import MANIFEST
 
 
-@click.command()
+@click.command(short_help="read every byte, name what is bad")
 @click.argument("target")
 @step_option("Only this step; default: every committed one.")
 @click.option("--disk-only", is_flag=True, help="Leave out what nodes and object stores keep of the run.")
@@ -123,7 +123,7 @@ def _scrubbed_row(one: Scrubbed) -> dict[str, Any]:
 # ---- repair
 
 
-@click.command()
+@click.command(short_help="make bad pieces good again from other copies")
 @click.argument("target")
 @step_option("Only this step, also when its folder is gone; default: every committed one.")
 @click.option(
@@ -204,7 +204,7 @@ def _say_repaired(done: Repaired, *, dry_run: bool) -> None:
 # ---- why
 
 
-@click.command()
+@click.command(short_help="which steps can be restored from where, and why")
 @click.argument("run_name", metavar="RUN")
 @json_option()
 def why(run_name: str, as_json: bool) -> int:

@@ -20,7 +20,7 @@ from sirara.pure.manifest import MANIFEST, TensorEntry
 from sirara.pure.saveplan import ITEM_BYTES
 
 
-@click.command()
+@click.command(short_help="committed steps, newest first")
 @click.argument("target")
 @json_option()
 def ls(target: str, as_json: bool) -> None:
@@ -44,7 +44,7 @@ def ls(target: str, as_json: bool) -> None:
         click.echo(f"no committed checkpoint in {found.folder}")
 
 
-@click.command()
+@click.command(short_help="what one step holds")
 @click.argument("target")
 @step_option()
 @click.option("--tensors", is_flag=True, help="Every tensor: dtype, shape, bytes, number of pieces, files.")
@@ -91,7 +91,7 @@ def show(target: str, step: int | None, tensors: bool, as_json: bool) -> None:
         )
 
 
-@click.command()
+@click.command(short_help="compare two steps, tensor by tensor")
 @click.argument("a")
 @click.argument("b")
 @click.option("--only", multiple=True, metavar="GLOB", help="Only tensors whose names fit, like '*/exp_avg'.")

@@ -8,7 +8,6 @@ import click
 from sirara.cli.options import Decorator
 
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-STEP_HELP = "A run and step is RUN@N, or the step's folder; RUN alone means its newest step."
 SHOWN = 20
 """Rows that people see of a long list; --json has them all."""
 
