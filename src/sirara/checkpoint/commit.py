@@ -7,7 +7,7 @@ The trainer of rank 0 does it in line for a synchronous save, the keeper of rank
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import xxhash
@@ -19,7 +19,7 @@ from sirara.checkpoint.steps import clear_leftovers, committed_steps, step_name
 from sirara.checkpoint.storage import Disk, names_in
 from sirara.errors import InvariantError, StorageError
 from sirara.pure.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
-from sirara.pure.retain import expendable
+from sirara.pure.retain import best_step, expendable
 from sirara.pure.saveplan import INDEX, SavePlan, weight_index
 
 _log = logging.getLogger("sirara")
@@ -101,6 +101,7 @@ class Committer:
         for s in committed:
             if s <= step and len(verified) < self._keep_last and self._is_verified(s):
                 verified.add(s)
+        verified |= self._best(committed, step, scores or {})
         try:
             for old in expendable(
                 committed,
@@ -118,6 +119,13 @@ class Committer:
             self.clean()
         except StorageError as fault:
             _log.warning("step %d is committed, but older ones could not be deleted: %s", step, fault)
+
+    def _best(self, committed: Sequence[int], newest: int, scores: Mapping[int, float]) -> set[int]:
+        """The verified step of the lowest score, which may be far older than the last ones."""
+        left = {s: scores[s] for s in committed if self._keep_best and s <= newest and s in scores}
+        while (best := best_step(left)) is not None and not self._is_verified(best):
+            del left[best]
+        return set() if best is None else {best}
 
     def clean(self) -> list[str]:
         """Removes what dead attempts and failed saves left. Returns the names of the removed folders."""
