@@ -5,7 +5,8 @@
       config.yaml     the resolved configuration of the newest attempt
       env.json        versions, host, command line
       events.jsonl  metrics.jsonl  logs/attempt-NNNN/  checkpoints/  exports/  crash/
-      control/        save, stop: requests by touch;  lock;  attempts/NNNN.jsonl: an attempt and its processes
+      control/        save, stop: requests by touch;  deadline: epoch seconds;  bandwidth.json: of the tiers;  lock;
+                      attempts/NNNN.jsonl: an attempt and its processes
 
 One attempt owns a run.  `begin_attempt` takes the lock (flock, so it ends with its holder), raises the
 attempt number by creating its file exclusively (which also holds on file systems without locks), and ends
