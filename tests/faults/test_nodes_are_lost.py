@@ -546,7 +546,7 @@ def test_the_own_disk_is_full(tmp_path, cluster, case):
 
 @pytest.mark.parametrize("action", ["cut", "hang"])
 def test_a_source_that_fails_during_a_rebuild_is_replaced(cluster, case, monkeypatch, caplog, action):
-    for module in ("serve", "nodes", "generation", "parity"):
+    for module in ("serve", "peers", "generation", "parity", "parity_group"):
         monkeypatch.setattr(f"sirara.checkpoint.{module}.CHUNK_BYTES", 4096)
     c = cluster(PARITY, idle_s=0.5)
     c.save(1)

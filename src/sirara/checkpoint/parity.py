@@ -11,7 +11,7 @@ No torch here.
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import xxhash
@@ -359,7 +359,9 @@ def _decode_chunk(
             raise _SourceLost(source, fault) from fault
         return buffer
 
-    sources = list(found.pool.map(read, have, [b[:size] for b in buffers[: block.k]]))
+    reads = [found.pool.submit(read, i, b[:size]) for i, b in zip(have, buffers[: block.k], strict=True)]
+    wait(reads)  # all of them, before a fault of one lets the buffers be used again
+    sources = [r.result() for r in reads]
     whole = buffers[block.k][:size]
     isal.combine(decoding(block.k, block.m, have, [column]), sources, [whole])
     used = min(size, len(target) - at)

@@ -194,7 +194,7 @@ def test_a_new_keeper_serves_what_the_folders_hold(cluster):
 
 
 def test_chunks_are_cut_alike_on_both_ends(cluster, monkeypatch):
-    for module in ("serve", "nodes", "generation", "parity"):
+    for module in ("serve", "peers", "generation", "parity", "parity_group"):
         monkeypatch.setattr(f"sirara.checkpoint.{module}.CHUNK_BYTES", 4096)
     c = cluster("memory", {"tier": "peer"}, PARITY)
     c.save(1)
