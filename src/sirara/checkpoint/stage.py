@@ -9,7 +9,7 @@ next forward and backward; `fence` makes the next update wait for them, `done` s
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -92,7 +92,7 @@ class Stager:
         """Lets go of the arenas: they may be unmapped."""
         self.done(wait=True)
         for address in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)
+            _runtime().cudaHostUnregister(address)
         self._pinned.clear()
         self._targets.clear()
 
@@ -117,7 +117,7 @@ class Stager:
         # Copies from the device run beside other work only into memory that cannot move.
         if whole.data_ptr() in self._pinned:
             return
-        code = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)
+        code = _runtime().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)
         if int(code) != 0:
             raise StorageError(
                 "the arena cannot be pinned for copies from the device",
@@ -125,6 +125,13 @@ class Stager:
                 try_="ulimit -l unlimited",
             )
         self._pinned.add(whole.data_ptr())
+
+
+def _runtime() -> Any:
+    runtime = torch.cuda.cudart()
+    if runtime is None:
+        raise InvariantError("tensors lie on a device, but torch has no CUDA runtime")
+    return runtime
 
 
 def _place(whole: Tensor, copy: _Copy) -> Tensor:

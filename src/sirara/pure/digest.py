@@ -21,7 +21,7 @@ TABLE = 65_536
 
 WORD = (1 << 64) - 1
 TABLES = tuple(words(key_of("digest table", k), 0, TABLE) | np.uint64(1) for k in (1, 2))
-UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+UNSIGNED: dict[int, type[np.unsignedinteger]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass(frozen=True, slots=True)

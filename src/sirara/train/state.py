@@ -333,7 +333,7 @@ class TrainState:
             return self._word(digest_of((name + suffix, 0, data) for suffix, data in parts))
         hasher = xxhash.xxh3_128()
         for _, data in parts:
-            hasher.update(host_bytes(data))
+            hasher.update(host_bytes(data).data)
         return torch.frombuffer(bytearray(hasher.digest()), dtype=torch.int64)
 
     def _word(self, digest: Digest) -> Tensor:
