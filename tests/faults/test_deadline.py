@@ -49,7 +49,7 @@ def test_a_save_that_cannot_end_before_the_kill_is_not_started(project):
     process.terminate()
     late = project.finish(process)
     assert late.code == 74, late.err
-    assert "error[SR605]: the save of step" in late.err and "disk needs" in late.err
+    assert "error[SR608]: the save of step" in late.err and "disk needs" in late.err
     assert run.committed_steps() == [saved] and incomplete_steps(run.checkpoints) == []
     os.unlink(run.path / FILE)
     done = project.sirara("resume", run.id, "train.steps=60", "--json")

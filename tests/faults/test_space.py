@@ -192,7 +192,7 @@ def test_a_file_system_without_inodes_keeps_the_old_step(small):
     with pytest.raises(StorageError, match="no inodes left") as caught:
         check_before_save([need])
     assert "8 files asked, 0 inodes free" in caught.value.why
-    with pytest.raises(StorageError, match="no space left"):
+    with pytest.raises(StorageError, match="no inodes left"):
         save_by(manager(folder, attempt=2), STATES[2], 2)
     assert found_in(folder) == 1
     shutil.rmtree(names)
@@ -307,18 +307,14 @@ def test_training_goes_on_while_the_disk_of_the_whole_run_is_full(project, peace
     shutil.rmtree(run.path)
 
 
-@pytest.mark.parametrize("tiers", ["disk", "memory"])
-def test_too_many_failures_in_a_row_end_the_run_with_74_and_resume_is_equal(
-    project, peace, device, tmp_path, tiers
-):
-    settings = ["checkpoint.max_failures=3"]
-    if tiers == "memory":
-        settings.append(f"checkpoint.tiers=[{{tier: memory, path: {tmp_path / 'shm'}}}, disk]")
-    process, heard, run = started(project, device, f"broken-{tiers}", *settings)
+def test_too_many_failures_in_a_row_end_the_run_with_74_and_resume_is_equal(project, peace, device, tmp_path):
+    tiers = f"checkpoint.tiers=[{{tier: memory, path: {tmp_path / 'shm'}}}, disk]"
+    process, heard, run = started(project, device, "memory", "checkpoint.max_failures=3", tiers)
     device.fill()
     code, err = ended(process, heard)
     assert code == 74, err
-    assert err.count(FAILED) == 3 and "no space left" in err and "3 saves in a row have failed" in err
+    assert err.count(FAILED) == 3 and "no space left" in err
+    assert "3 saves in a row have failed" in err and "is kept in memory" in err
     kept = run.committed_steps()
     assert kept and 20 <= kept[-1] < peace["step"]
     # The disk is still full: nothing is started on it.
@@ -328,10 +324,21 @@ def test_too_many_failures_in_a_row_end_the_run_with_74_and_resume_is_equal(
     done = project.sirara("resume", str(run.path), "--json")
     assert done.code == 0, done.err
     assert {name: done.result[name] for name in EQUAL} == peace
-    resumed = next(e["from_step"] for e in read(run.events) if e["kind"] == "resume")
-    # Memory holds the step at which the run gave up.
-    assert resumed > kept[-1] if tiers == "memory" else resumed == kept[-1]
-    assert ("is kept in memory" in err) is (tiers == "memory")
+    # Memory held the step at which the run gave up.
+    assert next(e["from_step"] for e in read(run.events) if e["kind"] == "resume") > kept[-1]
+    shutil.rmtree(run.path)
+
+
+def test_without_a_memory_tier_the_run_ends_with_74_and_the_older_step(project, device):
+    process, heard, run = started(project, device, "broken", "checkpoint.max_failures=2")
+    device.fill()
+    code, err = ended(process, heard)
+    kept = run.committed_steps()
+    device.free()
+    assert code == 74, err
+    assert err.count(FAILED) == 2 and "2 saves in a row have failed" in err
+    assert "nothing of the last steps is kept" in err
+    assert kept and incomplete_steps(run.checkpoints) == []
     shutil.rmtree(run.path)
 
 

@@ -153,7 +153,7 @@ class Pace:
         left = max(0.0, (deadline or 0.0) - self._now())
         return StorageError(
             f"the save of step {step} cannot end before the deadline and was not started",
-            code="SR605",
+            code="SR608",
             why=why_not(self._sizes, left, self.bandwidth, []),
             try_=[
                 "a larger launch.stop_grace, if whoever stops the run waits as long",

@@ -48,7 +48,7 @@ def check_checkpoints(config: RunConfig, shape: ModelShape, *, run: RunFolder | 
     Args:    run: None for a new one.
     Raises:  ConfigError for nodes that a new run lacks, PlanError for space that it will lack.
     """
-    if run is None or not run.committed_steps():
+    if run is None:  # one that goes on may have lost nodes
         check_nodes(config, seats.nodes)
     units = unit_specs(shape)
     needs = planned_needs(

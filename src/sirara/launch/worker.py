@@ -156,7 +156,7 @@ def _record_end(seat: Seat, result: Result) -> None:
     except OSError as fault:
         raise StorageError(
             f"the end of the run could not be recorded: {fault}",
-            code="SR604",
+            code="SR609",
             where=str(seat.run.events),
             why=f"{result.reason} at step {result.step}",
             try_=[f"sirara resume {seat.run.id}   (its checkpoint is committed)"],

@@ -145,7 +145,7 @@ def test_a_last_save_goes_to_the_tiers_that_end_in_time(tmp_path, caplog):
     assert caplog.messages == ["a save to all tiers would not end in time: 2.6 s left; disk needs 2.6 s"]
     assert one.tiers_in_time(1000.0) == ()
     error = one.too_late(7, 1000.0)
-    assert error.code == "SR605" and error.exit_code == 74
+    assert error.code == "SR608" and error.exit_code == 74
     assert error.why == "0.0 s left; memory needs 0.2 s, disk needs 2.6 s, object"
 
 
