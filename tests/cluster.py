@@ -1,6 +1,11 @@
 """A cluster on one machine: nodes with folders of their own, the keepers of their ranks as objects in one process."""
 
+import contextlib
+import functools
+import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from sirara.checkpoint.generation import GenerationStore
@@ -11,6 +16,24 @@ from tests.checkpoints import in_ranks
 from tests.generations import RUN, arena_of, image_of, manifest_of, save_plan
 
 SIZES = [90_000, 50_001, 90_007, 1, 70_000, 88_888]
+
+
+@contextlib.contextmanager
+def clusters() -> Iterator:
+    """Makes clusters in shared memory, as nodes keep them, and ends them."""
+    made: list[Cluster] = []
+    root = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+
+    def make(*tiers, **options) -> Cluster:
+        made.append(Cluster(root, tiers, **options))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for cluster in made:
+            cluster.close()
+        shutil.rmtree(root)
 
 
 class Cluster:
@@ -65,6 +88,11 @@ class Cluster:
             keeper.meet(addresses)
 
     def image(self, rank: int, step: int) -> tuple[Image, bytearray]:
+        image, data = self._image(rank, step)
+        return image, bytearray(data)
+
+    @functools.cache  # noqa: B019  a cluster lives as long as its test
+    def _image(self, rank: int, step: int) -> tuple[Image, bytearray]:
         return image_of(
             self.plan, rank, step, world=self.world, local_size=self.local_size, attempt=self.attempt
         )

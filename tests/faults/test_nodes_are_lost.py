@@ -26,7 +26,7 @@ from sirara.checkpoint.storage import Disk
 from sirara.errors import CheckpointError
 from sirara.pure.copies import Stripes
 from tests.checkpoints import flip_bit
-from tests.cluster import Cluster
+from tests.cluster import clusters
 from tests.generations import RUN, image_of, manifest_of, read_image
 
 PARITY = {"tier": "parity", "data": 4, "parity": 2}
@@ -53,16 +53,9 @@ def case(request):
 
 
 @pytest.fixture
-def cluster(tmp_path):
-    made = []
-
-    def make(*tiers, **options):
-        made.append(Cluster(tmp_path, tiers, **options))
-        return made[-1]
-
-    yield make
-    for c in made:
-        c.close()
+def cluster():
+    with clusters() as make:
+        yield make
 
 
 def whole(c, rank, step, node):
@@ -442,7 +435,7 @@ TRANSFER_FAULTS = [
 
 @pytest.mark.parametrize(("action", "after", "says"), TRANSFER_FAULTS)
 def test_a_peer_that_fails_in_the_middle_of_an_image(cluster, case, proxied, action, after, says):
-    c = cluster({"tier": "peer"}, idle_s=0.4)
+    c = cluster({"tier": "peer"}, idle_s=1.0)
     c.save(1)
     proxy = proxied(c, 2, 3, after=after, action=action)
     results = c.keep(2)
@@ -460,7 +453,7 @@ def test_a_peer_that_fails_in_the_middle_of_an_image(cluster, case, proxied, act
     ("action", "after", "says"), [(a, 10_000 if n > 2000 else n, s) for a, n, s in TRANSFER_FAULTS]
 )
 def test_a_member_that_fails_in_the_middle_of_a_block(cluster, case, proxied, action, after, says):
-    c = cluster(PARITY, idle_s=0.4, deadline_s=3.0)
+    c = cluster(PARITY, idle_s=1.0, deadline_s=10.0)
     c.save(1)
     proxy = proxied(c, 2, 0, after=after, action=action)
     results = c.keep(2)
@@ -499,7 +492,7 @@ def test_a_node_that_dies_during_a_save_is_named_by_all_that_need_it(cluster, ca
 
 
 def test_a_member_that_never_comes_is_named(cluster, case):
-    c = cluster(PARITY, idle_s=0.5, deadline_s=0.8)
+    c = cluster(PARITY, deadline_s=2.0)
     results = c.keep(1, keep={3: lambda image, data: {}})
     for rank in (0, 1, 2, 4, 5):
         assert "lacks the blocks of ranks 3" in results[rank]["parity"].fault
@@ -527,7 +520,7 @@ def test_a_full_holder_is_named_by_the_sender(cluster, case, monkeypatch):
     assert [h.step for h in c.store(3).inventory() if h.rank == 2] == [1]
 
 
-def test_the_own_disk_is_full(tmp_path, cluster, case):
+def test_the_own_disk_is_full(cluster, case):
     class Full(Disk):
         def touch(self, effect, path):
             if effect == "open" and "disk-0" in str(path):
@@ -548,7 +541,7 @@ def test_the_own_disk_is_full(tmp_path, cluster, case):
 def test_a_source_that_fails_during_a_rebuild_is_replaced(cluster, case, monkeypatch, caplog, action):
     for module in ("serve", "peers", "generation", "parity", "parity_group"):
         monkeypatch.setattr(f"sirara.checkpoint.{module}.CHUNK_BYTES", 4096)
-    c = cluster(PARITY, idle_s=0.5)
+    c = cluster(PARITY, idle_s=1.0)
     c.save(1)
     c.lose(2)
     c.replace(2)
@@ -562,7 +555,7 @@ def test_a_source_that_fails_during_a_rebuild_is_replaced(cluster, case, monkeyp
                 if action == "cut":
                     victim.close()
                 else:
-                    time.sleep(1.0)
+                    time.sleep(1.6)
         return read(self, step, uuid, rank, buffers, position)
 
     monkeypatch.setattr(GenerationStore, "read", fails)
@@ -611,13 +604,15 @@ threading.Event().wait(60)
 
 
 @pytest.fixture
-def far_keeper(tmp_path):
-    """A keeper of node 1 in a process of its own."""
+def far_keeper(cluster):
+    """A cluster of two nodes, and a keeper of node 1 in a process of its own: (cluster, process, its address)."""
+    c = cluster("memory", {"tier": "peer"}, nodes=2, idle_s=1.0)
+    c.kill(1)
     process = subprocess.Popen(
-        [sys.executable, "-c", KEEPER, "1", str(tmp_path / "memory-1")], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", KEEPER, "1", str(c.memory(1))], stdout=subprocess.PIPE, text=True
     )
     try:
-        yield process, process.stdout.readline().strip()
+        yield c, process, process.stdout.readline().strip()
     finally:
         process.kill()
         process.wait()
@@ -625,10 +620,8 @@ def far_keeper(tmp_path):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_that_is_killed_or_stopped_is_named(cluster, case, far_keeper, how):
-    process, address = far_keeper
-    c = cluster("memory", {"tier": "peer"}, nodes=2, idle_s=1.0)
-    c.kill(1)
+def test_a_process_that_is_killed_or_stopped_is_named(case, far_keeper, how):
+    c, process, address = far_keeper
     c.keepers[0].meet({0: c.keepers[0].address, 1: address})
     image, data = c.image(0, 1)
     assert c.keepers[0].keep(image, memoryview(data), tiers=["memory", "peer"], arena=None)["peer"].ok

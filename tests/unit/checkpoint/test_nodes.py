@@ -11,23 +11,16 @@ from sirara.checkpoint.parity import block_range
 from sirara.checkpoint.serve import RemoteNode
 from sirara.errors import CheckpointError, CommTimeout, StorageError
 from tests.checkpoints import in_ranks
-from tests.cluster import Cluster
+from tests.cluster import clusters
 from tests.generations import RUN, read_image
 
 PARITY = {"tier": "parity", "data": 4, "parity": 2}
 
 
 @pytest.fixture
-def cluster(tmp_path):
-    made = []
-
-    def make(*tiers, **options):
-        made.append(Cluster(tmp_path, tiers, **options))
-        return made[-1]
-
-    yield make
-    for c in made:
-        c.close()
+def cluster():
+    with clusters() as make:
+        yield make
 
 
 def held(c, node, step=None):
