@@ -2,15 +2,19 @@
 
     room reserved ──► files at planned offsets ──► fsync each ──► report-<rank>.json (hash per piece) ──► fsync folder
 
-From an image, long stretches go past the page cache in a few calls: what the cache would hold is written back under
-the training that goes on, and it takes the memory of others. Straight from the ranges (a save in line), a piece is
-a slice of the range's own memory, hashed and handed to pwritev.
+Long stretches go past the page cache: what the cache holds is written back under the training that goes on, and
+takes the memory of others. From an image they go in a few calls. Straight from the ranges (a save in line), a piece
+is a slice of the range's own memory, hashed and copied into one of two aligned buffers, or, where the file system
+takes only the page cache, handed to pwritev.
 """
 
+import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -21,9 +25,9 @@ from sirara.checkpoint.image import BLOCK, ImagePlan
 from sirara.checkpoint.report import Report, report_name
 from sirara.checkpoint.storage import Disk
 from sirara.pure.layout import Box
-from sirara.pure.saveplan import PlannedPiece, SavePlan
+from sirara.pure.saveplan import SavePlan
 
-BATCH_BYTES = 32 << 20  # neighbouring pieces are written together up to this many bytes
+BATCH_BYTES = 16 << 20  # neighbouring pieces are written together up to this many bytes
 BATCH_PIECES = 1024
 DIRECT_BYTES = 256 << 10  # shorter stretches go through the page cache
 
@@ -67,50 +71,38 @@ def write_image(
     Raises StorageError: disk full, before anything is written; I/O.
     """
     stretches = stretches_of(plan, image)
-    by_file: dict[int, list[Stretch]] = {f: [] for f in _touched(plan, rank, {s.file for s in stretches})}
-    for s in stretches:
-        by_file[s.file].append(s)
     aligned = _is_aligned(data)
-    with ExitStack() as files:
-        opened = {f: files.enter_context(_opened(disk, folder, plan, f)) for f in by_file}
-        for f, mine in by_file.items():
-            fd, path = opened[f]
-            if plan.files[f].writer == rank:
-                disk.allocate(fd, path, 0, plan.files[f].header_bytes)
-            for s in mine:
-                disk.allocate(fd, path, s.position, s.length)
-        for f, mine in by_file.items():
-            fd, path = opened[f]
-            direct = (
-                disk.open_direct(path) if aligned and any(s.length >= DIRECT_BYTES for s in mine) else None
-            )
-            try:
-                for s in mine:
-                    _write_stretch(disk, fd, direct, path, data[s.at : s.at + s.length], s.position)
-            finally:
-                if direct is not None:
-                    os.close(direct)
-            if plan.files[f].writer == rank:
-                header = plan.files[f].header(uuid=uuid, step=step)
-                disk.write(fd, path, [memoryview(header)], 0)
-        for fd, path in opened.values():
-            disk.fsync(fd, path)
+    with ExitStack() as undo:
+        for f in _files(disk, folder, plan, rank, stretches, undo, direct=aligned):
+            for s in f.stretches:
+                _write_stretch(disk, f, data[s.at : s.at + s.length], s.position)
+            f.write_header(disk, uuid=uuid, step=step)
 
 
 def stretches_of(plan: SavePlan, image: ImagePlan) -> list[Stretch]:
     """The image as stretches, each written by one call."""
-    c, index = plan.columns, image.index
+    heads, length = _heads(plan, image.index)
+    c, index = plan.columns, image.index[heads]
+    return [
+        Stretch(*row)
+        for row in zip(
+            *(col.tolist() for col in (c.file[index], c.position[index], image.position[heads], length)),
+            strict=True,
+        )
+    ]
+
+
+def _heads(plan: SavePlan, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where in `index` a piece does not follow the one before it in its file, and the bytes from there to the next
+    such place."""
+    c = plan.columns
     if not len(index):
-        return []
-    file, position = c.file[index], c.position[index]
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    file, position, length = c.file[index], c.position[index], c.length[index]
     fresh = np.ones(len(index), bool)
-    fresh[1:] = (file[1:] != file[:-1]) | (position[1:] != position[:-1] + image.length[:-1])
+    fresh[1:] = (file[1:] != file[:-1]) | (position[1:] != position[:-1] + length[:-1])
     heads = np.flatnonzero(fresh)
-    length = np.add.reduceat(image.length, heads)
-    rows = zip(
-        *(col.tolist() for col in (file[heads], position[heads], image.position[heads], length)), strict=True
-    )
-    return [Stretch(*row) for row in rows]
+    return heads, np.add.reduceat(length, heads)
 
 
 def write_part(
@@ -126,16 +118,32 @@ def write_part(
 ) -> None:
     """Writes this rank's pieces and headers straight from where they lie, makes them durable, then reports them."""
     mine = plan.pieces_of.get(rank, [])
-    hashes: dict[int, bytes] = {}
-    by_file: dict[int, list[int]] = {}
-    for i, piece in enumerate(mine):
-        by_file.setdefault(piece.file, []).append(i)
-    for f in _touched(plan, rank, by_file.keys()):
-        with _opened(disk, folder, plan, f) as (fd, path):
-            if plan.files[f].writer == rank:
-                disk.write(fd, path, [memoryview(plan.files[f].header(uuid=uuid, step=step))], 0)
-            _write_pieces(disk, fd, path, plan, mine, by_file.get(f, []), sources, hashes)
-            disk.fsync(fd, path)
+    index = plan.indices_of(rank)
+    heads, lengths = _heads(plan, index)
+    # Here `at` counts pieces.
+    stretches = [
+        Stretch(mine[i].file, mine[i].position, i, n)
+        for i, n in zip(heads.tolist(), lengths.tolist(), strict=True)
+    ]
+    ends = dict(pairwise([*heads.tolist(), len(mine)]))
+    hashes: list[bytes] = [b""] * len(mine)
+
+    def bytes_of(start: int, stop: int) -> Iterator[memoryview]:
+        for i in range(start, stop):
+            data = sources.bytes_of(plan.tensors[mine[i].tensor].name, mine[i].box)
+            hashes[i] = xxhash.xxh3_128_digest(data)
+            yield data
+
+    # The buffers' thread ends before the files are closed.
+    with ExitStack() as undo, _Bounce(disk) as bounce:
+        for f in _files(disk, folder, plan, rank, stretches, undo, direct=True):
+            for s in f.stretches:
+                parts = bytes_of(s.at, ends[s.at])
+                if f.direct is not None and s.length >= DIRECT_BYTES:
+                    bounce.write(f, parts, s.position)
+                else:
+                    _write_batches(disk, f, parts, s.position)
+            f.write_header(disk, uuid=uuid, step=step)
     report = Report(
         uuid=uuid,
         attempt=attempt,
@@ -143,70 +151,141 @@ def write_part(
         rank=rank,
         plan=plan.digest,
         lengths=tuple(p.length for p in mine),
-        hashes=b"".join(hashes[i] for i in range(len(mine))),
+        hashes=b"".join(hashes),
     )
     disk.write_file(folder / report_name(rank), report.to_bytes())
     disk.sync_folder(folder)
 
 
-def _touched(plan: SavePlan, rank: int, files: Iterable[int]) -> list[int]:
-    """The files that the rank writes to. Writers of one file wait for each other in the kernel, so ranks start at
-    different files."""
-    touched = sorted({*files, *(i for i, f in enumerate(plan.files) if f.writer == rank)})
-    turn = rank % max(1, len(touched))
-    return touched[turn:] + touched[:turn]
+@dataclass(frozen=True, slots=True)
+class _File:
+    """One open file of the step folder. direct: a second descriptor past the page cache."""
+
+    plan: SavePlan
+    number: int
+    path: Path
+    fd: int
+    direct: int | None
+    stretches: list[Stretch]
+    has_header: bool
+
+    def write_header(self, disk: Disk, *, uuid: str, step: int) -> None:
+        if self.has_header:
+            header = self.plan.files[self.number].header(uuid=uuid, step=step)
+            disk.write(self.fd, self.path, [memoryview(header)], 0)
 
 
-@contextmanager
-def _opened(disk: Disk, folder: Path, plan: SavePlan, file: int) -> Iterator[tuple[int, Path]]:
-    path = folder / plan.files[file].name
-    fd = disk.open(path, size=plan.files[file].size)
-    try:
-        yield fd, path
-    finally:
-        os.close(fd)
+def _files(
+    disk: Disk,
+    folder: Path,
+    plan: SavePlan,
+    rank: int,
+    stretches: Sequence[Stretch],
+    undo: ExitStack,
+    *,
+    direct: bool,
+) -> Iterator[_File]:
+    """The files that the rank writes to, one after the other, all opened and their room reserved before the first;
+    once the caller is done with the last, all are fsynced."""
+    by_file: dict[int, list[Stretch]] = {
+        f: [] for f, planned in enumerate(plan.files) if planned.writer == rank
+    }
+    for s in stretches:
+        by_file.setdefault(s.file, []).append(s)
+    # Writers of one file wait for each other in the kernel, so ranks start at different files.
+    order = sorted(by_file)
+    turn = rank % max(1, len(order))
+    files = []
+    for f in order[turn:] + order[:turn]:
+        planned, mine = plan.files[f], by_file[f]
+        path = folder / planned.name
+        fd = disk.open(path, size=planned.size)
+        undo.callback(os.close, fd)
+        past = disk.open_direct(path) if direct and any(s.length >= DIRECT_BYTES for s in mine) else None
+        if past is not None:
+            undo.callback(os.close, past)
+        files.append(_File(plan, f, path, fd, past, mine, planned.writer == rank))
+    for f in files:
+        if f.has_header:
+            disk.allocate(f.fd, f.path, 0, plan.files[f.number].header_bytes)
+        for s in f.stretches:
+            disk.allocate(f.fd, f.path, s.position, s.length)
+    yield from files
+    for f in files:
+        disk.fsync(f.fd, f.path)
 
 
-def _write_stretch(
-    disk: Disk, fd: int, direct: int | None, path: Path, data: memoryview, position: int
-) -> None:
+def _write_stretch(disk: Disk, file: _File, data: memoryview, position: int) -> None:
     """The whole blocks in the middle past the page cache, the rest through it."""
     head = -position % BLOCK
     body = (len(data) - head) // BLOCK * BLOCK
-    if direct is None or body < DIRECT_BYTES:
-        disk.write(fd, path, [data], position)
+    if file.direct is None or body < DIRECT_BYTES:
+        disk.write(file.fd, file.path, [data], position)
         return
-    disk.write_direct(fd, direct, path, data[head : head + body], position + head)
-    disk.write(fd, path, [data[:head]], position)
-    disk.write(fd, path, [data[head + body :]], position + head + body)
+    disk.write_direct(file.fd, file.direct, file.path, data[head : head + body], position + head)
+    disk.write(file.fd, file.path, [data[:head]], position)
+    disk.write(file.fd, file.path, [data[head + body :]], position + head + body)
+
+
+def _write_batches(disk: Disk, file: _File, parts: Iterable[memoryview], position: int) -> None:
+    """Through the page cache, neighbours together."""
+    batch: list[memoryview] = []
+    start = stop = position
+    for data in parts:
+        if stop - start >= BATCH_BYTES or len(batch) >= BATCH_PIECES:
+            disk.write(file.fd, file.path, batch, start)
+            disk.start_writeback(file.fd, start, stop - start)
+            batch, start = [], stop
+        batch.append(data)
+        stop += len(data)
+    disk.write(file.fd, file.path, batch, start)
+
+
+class _Bounce:
+    """Two page-aligned buffers: one is filled while the other is written past the page cache."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._buffers: list[np.ndarray] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="write")
+        self._under_way: list[Future[None] | None] = [None, None]
+
+    def __enter__(self) -> "_Bounce":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+    def write(self, file: _File, parts: Iterable[memoryview], position: int) -> None:
+        """Writes the parts one after the other; all are written when it returns."""
+        if not self._buffers:
+            self._buffers = [np.frombuffer(mmap.mmap(-1, BATCH_BYTES), np.uint8) for _ in range(2)]
+        which, first = 0, position % BLOCK
+        used = first
+        for part in parts:
+            data = np.frombuffer(part, np.uint8)
+            while len(data):
+                n = min(len(data), BATCH_BYTES - used)
+                self._buffers[which][used : used + n] = data[:n]
+                data, used = data[n:], used + n
+                if used == BATCH_BYTES:
+                    self._flush(file, which, first, used, position)
+                    position += used - first
+                    which, first, used = 1 - which, 0, 0
+                    self._wait(which)
+        self._flush(file, which, first, used, position)
+        self._wait(1 - which)
+        self._wait(which)
+
+    def _flush(self, file: _File, which: int, first: int, used: int, position: int) -> None:
+        data = self._buffers[which].data[first:used]
+        self._under_way[which] = self._thread.submit(_write_stretch, self._disk, file, data, position)
+
+    def _wait(self, which: int) -> None:
+        job, self._under_way[which] = self._under_way[which], None
+        if job is not None:
+            job.result()
 
 
 def _is_aligned(data: memoryview) -> bool:
     return len(data) > 0 and np.frombuffer(data, np.uint8).ctypes.data % BLOCK == 0
-
-
-def _write_pieces(
-    disk: Disk,
-    fd: int,
-    path: Path,
-    plan: SavePlan,
-    pieces: Sequence[PlannedPiece],
-    chosen: Sequence[int],
-    sources: PieceSource,
-    hashes: dict[int, bytes],
-) -> None:
-    batch: list[memoryview] = []
-    start = stop = 0
-    for i in chosen:
-        piece = pieces[i]
-        if batch and (piece.position != stop or stop - start >= BATCH_BYTES or len(batch) >= BATCH_PIECES):
-            disk.write(fd, path, batch, start)
-            disk.start_writeback(fd, start, stop - start)
-            batch = []
-        if not batch:
-            start = stop = piece.position
-        data = sources.bytes_of(plan.tensors[piece.tensor].name, piece.box)
-        hashes[i] = xxhash.xxh3_128_digest(data)
-        batch.append(data)
-        stop += piece.length
-    disk.write(fd, path, batch, start)

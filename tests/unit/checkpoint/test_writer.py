@@ -9,9 +9,11 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
+from sirara.checkpoint import writer
 from sirara.checkpoint.image import BLOCK, image_plan
-from sirara.checkpoint.ranges import Sources
+from sirara.checkpoint.ranges import NamedRange, Sources
 from sirara.checkpoint.report import Report, report_name
 from sirara.checkpoint.storage import Disk
 from sirara.checkpoint.writer import DIRECT_BYTES, hash_image, stretches_of, write_image, write_part
@@ -176,6 +178,49 @@ def test_an_image_and_the_ranges_themselves_give_the_same_files_and_hashes(tmp_p
         assert Report.from_bytes((one / report_name(rank)).read_bytes()).hashes == hash_image(image, data)
     for name in sorted(f.name for f in plan.files):
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
+
+
+def large_ranges(plan, rank):
+    """This rank's ranges of `large_plan`."""
+    out = []
+    for t in plan.tensors:
+        boxes = t.boxes[rank]
+        g = torch.Generator().manual_seed(len(out))
+        data = torch.randn(sum(b.volume for b in boxes), generator=g)
+        out.append(NamedRange(tensor=t.name, shape=t.shape, boxes=boxes, data=data))
+    return out
+
+
+@pytest.mark.parametrize("batch", [1 << 19, 1 << 24], ids=["many buffers", "one buffer"])
+def test_ranges_go_past_the_page_cache_through_aligned_buffers(tmp_path, monkeypatch, batch):
+    monkeypatch.setattr(writer, "BATCH_BYTES", batch)
+    plan = large_plan()
+    for rank in (1, 0):
+        disk = CountingDisk()
+        sources = Sources(large_ranges(plan, rank))
+        write_part(disk, tmp_path, plan=plan, rank=rank, sources=sources, **SAVE)
+        assert sum(n for direct, _, n in disk.calls if direct) > 0.9 * plan.bytes_of(rank)
+        assert all(position % BLOCK == 0 for direct, position, _ in disk.calls if direct)
+        pieces = plan.pieces_of[rank]
+        expected = [bytes(sources.bytes_of(plan.tensors[p.tensor].name, p.box)) for p in pieces]
+        assert pieces_on_disk(tmp_path, plan, rank) == expected
+
+
+def test_a_fault_in_the_thread_that_writes_is_raised_with_the_files_closed_after_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "BATCH_BYTES", 1 << 19)
+
+    class Bad(CountingDisk):
+        def pwrite(self, fd, buffers, position):
+            if len(self.calls) == 2:
+                raise OSError(errno.EIO, "bad sector")
+            return super().pwrite(fd, buffers, position)
+
+    plan, disk = large_plan(), Bad()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StorageError, match="bad sector"):
+        write_part(disk, tmp_path, plan=plan, rank=0, sources=Sources(large_ranges(plan, 0)), **SAVE)
+    assert len(disk.calls) == 2 and len(os.listdir("/proc/self/fd")) == before
+    assert not (tmp_path / report_name(0)).exists()
 
 
 def test_a_rank_with_nothing_to_save_touches_nothing(tmp_path):
