@@ -26,7 +26,7 @@ from sirara.checkpoint.ranges import DTYPES, NamedRange, dtype_name, host_bytes
 from sirara.checkpoint.steps import step_name
 from sirara.checkpoint.storage import storage_error
 from sirara.errors import CheckpointError, CommError, SiraraError, StorageError
-from sirara.pure.layout import Box, whole
+from sirara.pure.layout import Box, box_runs, whole
 from sirara.pure.manifest import MANIFEST, Manifest, parse_manifest
 from sirara.pure.reshard import overlaps
 from sirara.pure.saveplan import ITEM_BYTES
@@ -262,10 +262,14 @@ class Snapshot:
         """Reads neighbouring pieces, checks and scatters them; returns the bad ones."""
         key, position, batch = work
         p = self.manifest.pieces
-        buffers: list[np.ndarray] = []
+        buffers: list[list[np.ndarray]] = []
+        loose: dict[int, np.ndarray] = {}
         for i in batch:
             direct = self._direct(i, reads[i])
-            buffers.append(np.empty(int(p.length[i]), np.uint8) if direct is None else direct)
+            if direct is None:
+                loose[i] = np.empty(int(p.length[i]), np.uint8)
+                direct = [loose[i]]
+            buffers.append(direct)
         try:
             digests = self._filled(copy, key, position, buffers)
         except _READ_FAULTS as fault:
@@ -278,40 +282,51 @@ class Snapshot:
                 return [bad for one in singles for bad in self._read_batch(copy, reads, one)]
             return [(i, self._unreadable(i, copy, key, fault)) for i in batch]
         bad: list[tuple[int, SiraraError]] = []
-        for i, buffer, digest in zip(batch, buffers, digests, strict=True):
+        for i, digest in zip(batch, digests, strict=True):
             if digest == p.hash(i):
-                self._scatter(i, buffer, reads[i])
+                if i in loose:
+                    self._scatter(i, loose[i], reads[i])
                 continue
             what = f"its bytes hash to {digest.hex()}"
             suspicion = copy.suspicion(key)
             bad.append((i, self.fault(i, f"{suspicion}; {what}" if suspicion else what, copy, key)))
         return bad
 
-    def _filled(self, copy: Copy, key: str, position: int, buffers: Sequence[np.ndarray]) -> list[bytes]:
-        """Reads the buffers and returns their hashes."""
-        if len(buffers) > 1 or len(buffers[0]) <= copy.batch_bytes:
-            copy.read(key, [b.data for b in buffers], position)
-            return [xxhash.xxh3_128_digest(b.data) for b in buffers]
-        hasher, raw = xxhash.xxh3_128(), buffers[0].data
-        for at in range(0, len(raw), copy.batch_bytes):
-            part = raw[at : at + copy.batch_bytes]
-            copy.read(key, [part], position + at)
-            hasher.update(part)
+    def _filled(
+        self, copy: Copy, key: str, position: int, pieces: Sequence[Sequence[np.ndarray]]
+    ) -> list[bytes]:
+        """Fills the memory of neighbouring pieces and returns their hashes."""
+        if sum(len(b) for memory in pieces for b in memory) <= copy.batch_bytes:
+            copy.read(key, [b.data for memory in pieces for b in memory], position)
+            return [_digest(memory) for memory in pieces]
+        # One that is larger than a batch: hashed as it comes.
+        (memory,) = pieces
+        hasher = xxhash.xxh3_128()
+        for buffer in memory:
+            for at in range(0, len(buffer), copy.batch_bytes):
+                part = buffer.data[at : at + copy.batch_bytes]
+                copy.read(key, [part], position)
+                hasher.update(part)
+                position += len(part)
         return [hasher.digest()]
 
     def _scatter(self, piece: int, buffer: np.ndarray, read: PieceRead) -> None:
         item = ITEM_BYTES[self.manifest.tensors[int(self.manifest.pieces.tensor[piece])].dtype]
         block = buffer.view(_RAW[item]).reshape(self.manifest.box(piece).size)
         for part, target in read.parts:
-            if not np.may_share_memory(target, buffer):
-                target[...] = block[(*part.slices, ...)]
+            target[...] = block[(*part.slices, ...)]
 
-    def _direct(self, piece: int, read: PieceRead) -> np.ndarray | None:
-        """The caller's own memory as bytes, when it takes the whole piece in one stretch."""
-        part, target = read.parts[0]
-        if len(read.parts) > 1 or part.size != self.manifest.box(piece).size or not target.flags.c_contiguous:
-            return None
-        return target.reshape(-1).view(np.uint8)
+    def _direct(self, piece: int, read: PieceRead) -> list[np.ndarray] | None:
+        """The caller's own memory as bytes, when its parts, each in one stretch, are the piece from end to end."""
+        box, at = self.manifest.box(piece), 0
+        memory: list[np.ndarray] = []
+        for part, target in sorted(read.parts, key=lambda one: one[0].offset):
+            runs = box_runs(box.size, part)
+            if len(runs) != 1 or runs[0][0] != at or not target.flags.c_contiguous:
+                return None
+            at = runs[0][1]
+            memory.append(target.reshape(-1).view(np.uint8))
+        return memory if at == box.volume else None
 
     # ---- what went wrong
 
@@ -371,6 +386,15 @@ def on_host(ranges: Sequence[NamedRange]) -> Iterator[list[np.ndarray]]:
     for r, host in zip(ranges, hosts, strict=True):
         if host is not r.data:
             r.data.copy_(host)
+
+
+def _digest(memory: Sequence[np.ndarray]) -> bytes:
+    if len(memory) == 1:
+        return xxhash.xxh3_128_digest(memory[0].data)
+    hasher = xxhash.xxh3_128()
+    for buffer in memory:
+        hasher.update(buffer.data)
+    return hasher.digest()
 
 
 def box_memory(raw: np.ndarray, boxes: Sequence[Box], item: int) -> list[np.ndarray]:

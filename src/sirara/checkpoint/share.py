@@ -19,7 +19,10 @@ from sirara.pure.layout import Box, intersection, whole
 from sirara.pure.readplan import ReadPlan, plan_reads
 from sirara.pure.saveplan import ITEM_BYTES, PlannedTensor
 
-_TAG = 7900
+_TAG = 4096
+_LARGE = 256 << 10
+"""Bytes of a part that travels alone, from where it was read to where it belongs; smaller ones are packed."""
+
 
 Memory = dict[int, list[tuple[Box, np.ndarray]]]
 """Tensor -> the boxes that this rank holds of it, with their memory."""
@@ -111,56 +114,99 @@ class _Reading:
 
     def _round(self, one: dict[int, list[int]]) -> None:
         """Reads this rank's pieces of one round, then sends and receives."""
-        mine, m = one.get(self.rank, []), self.snapshot.manifest
-        ends = np.cumsum([int(m.pieces.length[i]) for i in mine], dtype=np.int64).tolist()
-        held = np.empty(ends[-1] if ends else 0, np.uint8)
-        blocks = {
-            i: self._elements(i, m.box(i), held[end - int(m.pieces.length[i]) : end])
-            for i, end in zip(mine, ends, strict=True)
+        blocks = self._read_round(one.get(self.rank, []))
+        sends = {
+            rank: self._letters([blocks[part] for part in self._parts(one.get(self.rank, []), rank)])
+            for rank in sorted({rank for i in one.get(self.rank, ()) for rank, _ in self.plan.wants[i]})
+            if rank != self.rank
         }
-        self._read({i: PieceRead(parts=[(whole(block.shape), block)]) for i, block in blocks.items()})
-        sends = self._messages(blocks, held)
-        receives: list[tuple[int, torch.Tensor]] = []
-        for reader in sorted(one):
-            size = sum(self._bytes(i, box) for i, box in self._parts(one[reader], self.rank))
-            if reader != self.rank and size:
-                receives.append((reader, torch.empty(size, dtype=torch.uint8, device=self._device)))
-        place = self.comm.ranks.index
-        self.comm.exchange(
-            "pass on a checkpoint",
-            [(place(rank), message) for rank, message in sends],
-            [(place(reader), message) for reader, message in receives],
-            tag=_TAG,
-        ).wait()
-        for i, block in blocks.items():
-            self._fill(i, m.box(i), block)
-        for reader, message in receives:
-            raw, at = message.cpu().numpy(), 0
-            for i, box in self._parts(one[reader], self.rank):
-                size = self._bytes(i, box)
-                self._fill(i, box, self._elements(i, box, raw[at : at + size]))
-                at += size
+        receives = {
+            reader: self._parts(one[reader], self.rank) for reader in sorted(one) if reader != self.rank
+        }
+        self._pass_on(sends, {reader: parts for reader, parts in receives.items() if parts})
 
-    def _messages(self, blocks: dict[int, np.ndarray], held: np.ndarray) -> list[tuple[int, torch.Tensor]]:
-        """What this rank sends to whom; ranks that want the same elements get one and the same tensor."""
-        boxes = {i: self.snapshot.manifest.box(i) for i in blocks}
-        others = sorted({rank for i in blocks for rank, _ in self.plan.wants[i]} - {self.rank})
-        packed: dict[tuple[tuple[int, Box], ...], torch.Tensor] = {}
-        sends = []
-        for rank in others:
-            parts = tuple(self._parts(list(blocks), rank))
-            if parts not in packed:
-                raw = held  # all of it, as it was read
-                if parts != tuple(boxes.items()):
-                    raw, at = np.empty(sum(self._bytes(i, box) for i, box in parts), np.uint8), 0
-                    for i, box in parts:
-                        size = self._bytes(i, box)
-                        target = self._elements(i, box, raw[at : at + size])
-                        target[...] = blocks[i][(*box.relative_to(boxes[i]).slices, ...)]
-                        at += size
-                packed[parts] = torch.from_numpy(raw).to(self._device)
-            sends.append((rank, packed[parts]))
-        return sends
+    def _read_round(self, mine: Sequence[int]) -> dict[tuple[int, Box], np.ndarray]:
+        """Fills this rank's own memory; returns what others want of its pieces, each box in one stretch."""
+        blocks: dict[tuple[int, Box], np.ndarray] = {}
+        reads: dict[int, PieceRead] = {}
+        whole_pieces: dict[int, np.ndarray] = {}
+        for i in mine:
+            box = self.snapshot.manifest.box(i)
+            others = dict.fromkeys(part for rank, part in self.plan.wants[i] if rank != self.rank)
+            own = list(self._targets(i, box))
+            if sum(part.volume for part, _ in own) + sum(part.volume for part in others) == box.volume:
+                # Nobody wants what another wants: each part is read straight to where it goes from here.
+                for part in others:
+                    blocks[i, part] = self._elements(i, part, np.empty(self._bytes(i, part), np.uint8))
+                targets = [*own, *((part, blocks[i, part]) for part in others)]
+                reads[i] = PieceRead(parts=[(part.relative_to(box), target) for part, target in targets])
+            else:
+                whole_pieces[i] = self._elements(i, box, np.empty(self._bytes(i, box), np.uint8))
+                reads[i] = PieceRead(parts=[(whole(box.size), whole_pieces[i])])
+        self._read(reads)
+        for i, block in whole_pieces.items():
+            box = self.snapshot.manifest.box(i)
+            self._fill(i, box, block)
+            for part in dict.fromkeys(part for rank, part in self.plan.wants[i] if rank != self.rank):
+                blocks[i, part] = np.ascontiguousarray(block[(*part.relative_to(box).slices, ...)])
+        return blocks
+
+    def _letters(self, blocks: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """What one rank gets: all small parts in one, each large one as it is."""
+        raw = [block.reshape(-1).view(np.uint8) for block in blocks]
+        small = [part for part in raw if len(part) < _LARGE]
+        letters = [np.concatenate(small)] if small else []
+        letters += [part for part in raw if len(part) >= _LARGE]
+        return [torch.from_numpy(letter).to(self._device) for letter in letters]
+
+    def _pass_on(
+        self, sends: dict[int, list[torch.Tensor]], receives: dict[int, list[tuple[int, Box]]]
+    ) -> None:
+        coming = {reader: self._expected(parts) for reader, parts in receives.items()}
+        place = self.comm.ranks.index
+        under_way = []
+        for n in range(max((len(letters) for letters in (*sends.values(), *coming.values())), default=0)):
+            under_way.append(
+                self.comm.exchange(
+                    "pass on a checkpoint",
+                    [(place(rank), letters[n]) for rank, letters in sends.items() if n < len(letters)],
+                    [
+                        (place(reader), letters[n][0])
+                        for reader, letters in coming.items()
+                        if n < len(letters)
+                    ],
+                    tag=_TAG + n,
+                )
+            )
+        for transfer in under_way:
+            transfer.wait()
+        for letters in coming.values():
+            for letter, parts in letters:
+                raw, at = letter.cpu().numpy() if parts else np.empty(0, np.uint8), 0
+                for i, box in parts:
+                    size = self._bytes(i, box)
+                    self._fill(i, box, self._elements(i, box, raw[at : at + size]))
+                    at += size
+
+    def _expected(self, parts: Sequence[tuple[int, Box]]) -> list[tuple[torch.Tensor, list[tuple[int, Box]]]]:
+        """Memory for the letters of one reader, and what is to be copied out of each when it has come."""
+        small = [(i, box) for i, box in parts if self._bytes(i, box) < _LARGE]
+        letters: list[tuple[torch.Tensor, list[tuple[int, Box]]]] = []
+        if small:
+            size = sum(self._bytes(i, box) for i, box in small)
+            letters.append((torch.empty(size, dtype=torch.uint8, device=self._device), small))
+        for i, box in parts:
+            if self._bytes(i, box) < _LARGE:
+                continue
+            targets = list(self._targets(i, box))
+            place = targets[0][1] if len(targets) == 1 and targets[0][0] == box else None
+            if place is not None and place.flags.c_contiguous and torch.device(self._device).type == "cpu":
+                letters.append((torch.from_numpy(place.reshape(-1).view(np.uint8)), []))
+            else:
+                size = self._bytes(i, box)
+                letter = torch.empty(size, dtype=torch.uint8, device=self._device)
+                letters.append((letter, [(i, box)]))
+        return letters
 
     def _parts(self, pieces: Sequence[int], rank: int) -> list[tuple[int, Box]]:
         return [(i, box) for i in pieces for wanting, box in self.plan.wants[i] if wanting == rank]

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from sirara.checkpoint import share
 from sirara.checkpoint.copies import FolderCopy
 from sirara.checkpoint.ranges import DTYPES, NamedRange
 from sirara.checkpoint.reader import Snapshot
@@ -46,7 +47,7 @@ class Room:
     size: int
     barrier: threading.Barrier = field(init=False)
     texts: list[str] = field(init=False)
-    ways: dict[tuple[int, int], "Queue[torch.Tensor]"] = field(init=False)
+    ways: dict[tuple[int, int], "Queue[tuple[int, torch.Tensor]]"] = field(init=False)
 
     def __post_init__(self) -> None:
         self.barrier = threading.Barrier(self.size)
@@ -66,18 +67,23 @@ class ThreadComm:
 
     def __init__(self, room: Room, rank: int) -> None:
         self.room, self.rank, self.size, self.ranks = room, rank, room.size, list(range(room.size))
-        self._receives: Sequence[tuple[int, torch.Tensor]] = ()
 
-    def exchange(self, what: str, sends: Any, receives: Any, *, tag: int) -> "ThreadComm":
+    def exchange(self, what: str, sends: Any, receives: Any, *, tag: int) -> "Coming":
         for peer, tensor in sends:
-            self.room.ways[self.rank, peer].put(tensor.clone())
-        self._receives = receives
-        return self
+            self.room.ways[self.rank, peer].put((tag, tensor.clone()))
+        return Coming(self, receives, tag)
+
+
+@dataclass
+class Coming:
+    comm: ThreadComm
+    receives: Sequence[tuple[int, torch.Tensor]]
+    tag: int
 
     def wait(self) -> None:
-        for peer, tensor in self._receives:
-            came = self.room.ways[peer, self.rank].get(timeout=60)
-            assert came.shape == tensor.shape
+        for peer, tensor in self.receives:
+            tag, came = self.comm.room.ways[peer, self.comm.rank].get(timeout=60)
+            assert (tag, came.shape) == (self.tag, tensor.shape)
             tensor.copy_(came)
 
 
@@ -178,8 +184,11 @@ RECORD = {"step": 7, "tokens": 512, "loss_scale": 1024.0, "data": {"cursors": [3
 
 
 @pytest.mark.parametrize("seed", range(CASES))
-def test_any_layout_reads_what_any_layout_saved(tmp_path: Path, seed: int) -> None:
+def test_any_layout_reads_what_any_layout_saved(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(seed)
+    monkeypatch.setattr(share, "_LARGE", rng.choice([64, 1024, share._LARGE]))
     model = random_model(rng)
     before, savers = random_layout(rng, model, WORLDS[seed % 5])
     truth = {t.name: truth_of(t) for t in savers[0].plan}
