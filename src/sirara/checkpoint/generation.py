@@ -568,7 +568,7 @@ def _read_file_at(path: Path, buffers: Sequence[memoryview], position: int) -> N
     except OSError as fault:
         raise storage_error(fault, path) from fault
     try:
-        read_at(fd, path, buffers, position)
+        read_at(fd, path, [b for b in buffers if len(b)], position)
     finally:
         os.close(fd)
 

@@ -1,5 +1,6 @@
 """Node tiers: who keeps what, the commit on every node, what is served and rebuilt."""
 
+import random
 import subprocess
 import sys
 from itertools import pairwise
@@ -10,6 +11,7 @@ from sirara.checkpoint.link import Peer, Who
 from sirara.checkpoint.parity import block_range
 from sirara.checkpoint.serve import RemoteNode
 from sirara.errors import CheckpointError, CommTimeout, StorageError
+from sirara.pure.copies import parity_layout, peer_layout
 from tests.checkpoints import in_ranks
 from tests.cluster import clusters
 from tests.generations import RUN, read_image
@@ -219,6 +221,40 @@ def test_a_rebuilt_image_is_committed_and_can_be_asked_of_any_node(cluster):
     assert read_image(c.store(2), image) == bytes(data)
     (found,) = [h for h in c.keepers[2].inventory() if h.rank == 4]
     assert found.committed and found.kind == "image" and found.node == 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_cluster_survives_what_its_layout_says(cluster, monkeypatch, seed):
+    for module in ("serve", "peers", "generation", "parity", "parity_group"):
+        monkeypatch.setattr(f"sirara.checkpoint.{module}.CHUNK_BYTES", 4096)
+    rng = random.Random(seed)
+    for attempt in range(1, 4):
+        nodes, k, m = rng.randint(2, 8), rng.randint(1, 5), rng.randint(1, 3)
+        domains = [f"rack-{rng.randint(0, 3)}" for _ in range(nodes)] if rng.random() < 0.5 else []
+        c = cluster(
+            {"tier": "parity", "data": k, "parity": m, "domains": domains},
+            {"tier": "peer", "domains": domains},
+            nodes=nodes,
+            local_size=rng.choice([1, 1, 2]),
+            sizes=[7, *rng.choices([0, 0, 1, 63, 64, 65, 4096, 5000, 20_000, 50_001], k=rng.randint(1, 6))],
+            attempt=attempt,
+        )
+        c.save(1)
+        peers = peer_layout(nodes, 2, domains)
+        for rank in range(c.world):
+            image, data = c.image(rank, 1)
+            for node in peers.holders[rank // c.local_size]:
+                assert read_image(c.store(node), image) == bytes(data)
+        layout = parity_layout(nodes, k, m, domains)
+        lost = sorted(node for group in layout.groups for node in rng.sample(group, rng.randint(0, layout.m)))
+        for node in lost:
+            c.lose(node)
+        c.replace(*lost)
+        for rank in (rank for node in lost for rank in c.ranks_of(node)):
+            image, data = c.image(rank, 1)
+            c.keepers[rank].rebuild(1, image.uuid, rank)
+            assert read_image(c.store(rank // c.local_size), image) == bytes(data)
+        c.close()
 
 
 def test_too_few_nodes_or_bad_domains_are_said(cluster, caplog):
