@@ -1,0 +1,86 @@
+"""The fitted numbers: 14 that hold for all configurations, and two per kind of accelerator; and those read from sources.
+
+A fitted number corrects a formula; none belongs to a source of measurements.  `benchmarks/fit_planner.py` writes
+`constants.json`, which says what each was fitted to.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+# Read, not fitted.  Half-saturation of bus bandwidth and latency of one step: tables of stas00/ml-engineering, network
+# README (8 x A100: 18 GB/s at 1 MiB, 110 at 8, 171 at 64, 229 at 1 GiB; 4 x 8 B200: 157 at 64 MiB, 362 at 1 GiB).
+UP_HALF_BYTES = 12e6
+OUT_HALF_BYTES = 40e6
+UP_LATENCY_S = 6e-6
+OUT_LATENCY_S = 12e-6
+KERNEL_S = 2.5e-6
+"""A kernel's way in and out of the device."""
+CPU_ADAM_PER_S = 1.6e9
+"""Parameters per second and node of an optimizer on the host: ZeRO-Offload's tutorial, 10 B in 6.2 to 6.5 s."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """What was fitted.  `by_accelerator`: [matmul, attention] factors on the table's shares."""
+
+    matmul: float = 0.9
+    """Share of the achievable rate (a single large matmul's) that matmuls of a training step reach."""
+    depth_half: float = 60.0
+    """Inner dimension at which a matmul reaches half of its rate."""
+    quantised: float = 0.7
+    """How much of the loss of unfilled tiles and waves is real: exponent, 0 none, 1 all."""
+    grouped: float = 0.75
+    """Rate of grouped matmuls of experts, as a share of a single one's."""
+    attention: float = 0.9
+    """Share of the table's attention rate that is reached."""
+    traffic: float = 1.3
+    """Bytes that element-wise operations move, over those that they must."""
+    host_s: float = 0.6e-3
+    """Host time to launch one block's forward, one kernel per operation."""
+    network: float = 0.6
+    """Share of the scale-out rate that collectives reach."""
+    all_to_all: float = 0.5
+    """Share of link rates that all-to-all reaches."""
+    tp_hidden: float = 0.6
+    """Share of tensor-parallel traffic hidden where it is overlapped."""
+    slowed: float = 0.15
+    """How much computation slows while traffic runs beside it."""
+    jitter: float = 0.01
+    """Slow-down per doubling of nodes."""
+    fragmentation: float = 0.05
+    """Reserved over allocated memory, minus one, where every operation allocates for itself."""
+    flat_buffer_bytes: float = 8e9
+    """What DeepSpeed of 2022 takes beyond closed forms: flat buffers, buckets, caches."""
+    by_accelerator: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def factors(self, names: tuple[str, ...]) -> Floats:
+        """[A, 2]: matmul and attention factor of each accelerator of a table, 1 where none was fitted."""
+        return np.array([self.by_accelerator.get(n, (1.0, 1.0)) for n in names], dtype=np.float64)
+
+    def changed(self, values: Mapping[str, float]) -> "Constants":
+        """The same with other global values, by name."""
+        return replace(self, **values)
+
+
+TIME = (
+    "matmul", "depth_half", "quantised", "grouped", "attention", "traffic", "host_s", "network", "all_to_all",
+    "tp_hidden", "slowed", "jitter",
+)  # fmt: skip
+MEMORY = ("fragmentation", "flat_buffer_bytes")
+
+
+@cache
+def fitted() -> Constants:
+    """The constants that ship with the package."""
+    text = files("sirara.plan").joinpath("constants.json").read_text(encoding="utf-8")
+    data = json.loads(text)
+    factors = {name: (float(m), float(a)) for name, (m, a) in data["by_accelerator"].items()}
+    return Constants(**{n: float(data["global"][n]["value"]) for n in TIME + MEMORY}, by_accelerator=factors)

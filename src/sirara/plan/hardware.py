@@ -1,0 +1,252 @@
+"""Accelerators and clusters as data: what the shipped table, a user's YAML or a calibration says of one device.
+
+Everything here is in SI units: bytes, bytes per second, FLOPs per second.  `hardware.yaml` carries the named sources.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from sirara.errors import ConfigError
+
+DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
+Floats = NDArray[np.float64]
+_FIELDS = {
+    "names", "like", "peak", "achievable", "achievable8", "hbm", "hbm_per_s", "up", "up_bus", "domain", "out",
+    "host", "units", "attention", "sources", "hbm_achievable", "overhead",
+}  # fmt: skip
+
+
+def _at_least(dtype: str) -> tuple[str, ...]:
+    return DTYPES[DTYPES.index(dtype) :: -1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """One device.  `peak_flops_per_s` by dtype; `achievable`: share of it that a large matmul reaches."""
+
+    name: str
+    names: tuple[str, ...]
+    peak_flops_per_s: Mapping[str, float]
+    achievable: float
+    achievable8: float
+    attention_plain: float
+    attention_tuned: float
+    hbm_bytes: float
+    hbm_bytes_per_s: float
+    hbm_achievable: float
+    up_bytes_per_s: float
+    up_bus_bytes_per_s: float
+    domain: int
+    out_bytes_per_s: float
+    host_bytes_per_s: float
+    units: int
+    """Streaming multiprocessors, or what a tile of a matmul is given to."""
+    overhead_bytes: float
+    """What the driver's context and libraries take before the first tensor."""
+    sources: str
+
+    def computes(self, dtype: str) -> bool:
+        return any(d in self.peak_flops_per_s for d in _at_least(dtype))
+
+    def peak(self, dtype: str) -> float:
+        """FLOPs per second for the dtype; a dtype without units of its own runs on the next wider one's."""
+        for at in _at_least(dtype):
+            if at in self.peak_flops_per_s:
+                return self.peak_flops_per_s[at]
+        raise ConfigError(
+            f"{self.name} has no peak for {dtype}", code="SR210", why=f"it has {sorted(self.peak_flops_per_s)}"
+        )
+
+    def share(self, dtype: str) -> float:
+        return self.achievable8 if dtype in ("fp8", "fp4") and "fp8" in self.peak_flops_per_s else self.achievable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`nodes` nodes of `per_node` devices; the scale-up domain is the accelerator's, at least a node."""
+
+    accelerator: Accelerator
+    per_node: int
+    nodes: int
+
+    @property
+    def gpus(self) -> int:
+        return self.per_node * self.nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Columns of several accelerators, [A] or [A, dtype], to be indexed by `Points.accelerator`."""
+
+    names: tuple[str, ...]
+    peak: Floats
+    share: Floats
+    attention: Floats
+    """[A, 2]: kernels as written for Ampere, tuned for the device."""
+    hbm_bytes: Floats
+    hbm_bytes_per_s: Floats
+    up_bus_bytes_per_s: Floats
+    domain: Floats
+    out_bytes_per_s: Floats
+    host_bytes_per_s: Floats
+    units: Floats
+    overhead_bytes: Floats
+
+
+def table(accelerators: Sequence[Accelerator]) -> Table:
+    """The columns of `accelerators`, in their order."""
+
+    def column(name: str) -> Floats:
+        return np.array([getattr(a, name) for a in accelerators], dtype=np.float64)
+
+    return Table(
+        names=tuple(a.name for a in accelerators),
+        peak=np.array([[a.peak(d) if a.computes(d) else np.nan for d in DTYPES] for a in accelerators]),
+        share=np.array([[a.share(d) for d in DTYPES] for a in accelerators]),
+        attention=np.array([[a.attention_plain, a.attention_tuned] for a in accelerators]),
+        hbm_bytes=column("hbm_bytes"),
+        hbm_bytes_per_s=column("hbm_bytes_per_s") * column("hbm_achievable"),
+        up_bus_bytes_per_s=column("up_bus_bytes_per_s"),
+        domain=column("domain"),
+        out_bytes_per_s=column("out_bytes_per_s"),
+        host_bytes_per_s=column("host_bytes_per_s"),
+        units=column("units"),
+        overhead_bytes=column("overhead_bytes"),
+    )
+
+
+@cache
+def shipped() -> dict[str, Accelerator]:
+    """The accelerators of hardware.yaml by name, in its order."""
+    text = files("sirara.plan").joinpath("hardware.yaml").read_text(encoding="utf-8")
+    return _parse(yaml.safe_load(text), {}, "hardware.yaml")
+
+
+@cache
+def shipped_table() -> Table:
+    return table(tuple(shipped().values()))
+
+
+def index_of(name: str) -> int:
+    """The row of an accelerator in `shipped_table()`, by any of its names."""
+    return list(shipped()).index(find(name).name)
+
+
+def find(name: str) -> Accelerator:
+    """A shipped accelerator by its name or an alias; what stands in parentheses is a remark.
+
+    Raises: ConfigError SR210 with the known names.
+    """
+    wanted = " ".join(name.lower().split())
+    plain = wanted.split("(")[0].strip()
+    for candidate in (wanted, plain):
+        for accelerator in shipped().values():
+            if candidate == accelerator.name or candidate in accelerator.names:
+                return accelerator
+    # The longest alias that begins the name: "h100-sxm-80gb hbm3" is an h100-sxm-80gb.
+    begun = [(len(n), a) for a in shipped().values() for n in (a.name, *a.names) if plain.startswith(n + " ")]
+    if begun:
+        return max(begun, key=lambda pair: pair[0])[1]
+    raise ConfigError(
+        f"no accelerator is called {name!r}",
+        code="SR210",
+        try_=[f"one of {', '.join(shipped())}", "a YAML file with your own: see hardware.yaml"],
+    )
+
+
+def load(name: str | Path) -> Accelerator:
+    """A shipped accelerator by name, or the one of a user's YAML file (the same keys; `like:` names a shipped one).
+
+    Raises: ConfigError SR210 for an unknown name, SR211 for a file that says something else.
+    """
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        return find(str(name))
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file", code="SR211", where="hardware")
+    found = _parse(yaml.safe_load(path.read_text(encoding="utf-8")), shipped(), str(path))
+    if len(found) != 1:
+        raise ConfigError(
+            f"{path} describes {len(found)} accelerators, not one", code="SR211", why=", ".join(found)
+        )
+    return next(iter(found.values()))
+
+
+def _parse(data: Any, known: Mapping[str, Accelerator], where: str) -> dict[str, Accelerator]:
+    if not isinstance(data, dict):
+        raise ConfigError("a table of accelerators was expected", code="SR211", where=where)
+    rows: dict[str, dict[str, Any]] = {}
+    found: dict[str, Accelerator] = {}
+    for name, row in data.items():
+        strange = sorted(set(row) - _FIELDS)
+        if strange:
+            raise ConfigError(
+                f"{name}: unknown keys {', '.join(strange)}", code="SR211", where=where, try_=sorted(_FIELDS)
+            )
+        base = row.get("like")
+        if base is not None and base in rows:
+            row = {**rows[base], **row}
+        elif base is not None and base in known:
+            row = {**_row_of(known[base]), **row}
+        elif base is not None:
+            raise ConfigError(f"{name} is like {base}, which is not known", code="SR211", where=where)
+        rows[name] = row
+        found[name] = _accelerator(name, row, where)
+    return found
+
+
+def _row_of(a: Accelerator) -> dict[str, Any]:
+    return {
+        "names": list(a.names),
+        "peak": {d: p / 1e12 for d, p in a.peak_flops_per_s.items()},
+        "achievable": a.achievable,
+        "achievable8": a.achievable8,
+        "attention": [a.attention_plain, a.attention_tuned],
+        "hbm": a.hbm_bytes / 1e9,
+        "hbm_per_s": a.hbm_bytes_per_s / 1e9,
+        "hbm_achievable": a.hbm_achievable,
+        "up": a.up_bytes_per_s / 1e9,
+        "up_bus": a.up_bus_bytes_per_s / 1e9,
+        "domain": a.domain,
+        "out": a.out_bytes_per_s / 1e9,
+        "host": a.host_bytes_per_s / 1e9,
+        "units": a.units,
+        "overhead": a.overhead_bytes / 1e9,
+        "sources": a.sources,
+    }
+
+
+def _accelerator(name: str, row: Mapping[str, Any], where: str) -> Accelerator:
+    needed = {"peak", "achievable", "hbm", "hbm_per_s", "up", "domain", "out", "host", "units"}
+    missing = sorted(needed - set(row))
+    if missing:
+        raise ConfigError(f"{name} does not say {', '.join(missing)}", code="SR211", where=where)
+    plain, tuned = row.get("attention", [0.35, 0.35])
+    return Accelerator(
+        name=name,
+        names=tuple(row.get("names", ())),
+        peak_flops_per_s={d: float(p) * 1e12 for d, p in row["peak"].items()},
+        achievable=float(row["achievable"]),
+        achievable8=float(row.get("achievable8", row["achievable"])),
+        attention_plain=float(plain),
+        attention_tuned=float(tuned),
+        hbm_bytes=float(row["hbm"]) * 1e9,
+        hbm_bytes_per_s=float(row["hbm_per_s"]) * 1e9,
+        hbm_achievable=float(row.get("hbm_achievable", 0.85)),
+        up_bytes_per_s=float(row["up"]) * 1e9,
+        up_bus_bytes_per_s=float(row.get("up_bus", 0.8 * row["up"])) * 1e9,
+        domain=int(row["domain"]),
+        out_bytes_per_s=float(row["out"]) * 1e9,
+        host_bytes_per_s=float(row["host"]) * 1e9,
+        units=int(row["units"]),
+        overhead_bytes=float(row.get("overhead", 1.0)) * 1e9,
+        sources=str(row.get("sources", "")),
+    )
