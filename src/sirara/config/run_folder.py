@@ -222,18 +222,34 @@ class RunFolder:
         """
         if self.committed_steps():
             return True
-        saved = [event for event in read(self.events) if event.get("kind") == "save"]
-        on_disk = [event for event in saved if event.get("tiers", {"disk": "kept"}).get("disk") == "kept"]
-        if on_disk:
+        saved = self._kept()
+        if not any("object" in tiers for _, tiers in saved):
+            self.check_nothing_kept()
+        # What was kept in the memory of nodes or in an object store may be there or not: the resume finds out.
+        return bool(saved)
+
+    def check_nothing_kept(self) -> None:
+        """Raises CheckpointError when the events say that a save was kept where it outlives nodes."""
+        durable = [step for step, tiers in self._kept() if tiers & {"disk", "object"}]
+        if durable:
             raise CheckpointError(
                 f"the checkpoints of {self.id} are gone",
                 code="SR520",
                 where=str(self.checkpoints),
-                why=f"its events say that step {on_disk[-1].get('step')} was saved",
+                why=f"its events say that step {durable[-1]} was saved",
                 try_=["put the step folders back", "sirara run CONFIG   (a new run, from step 0)"],
             )
-        # What was kept in the memory of nodes alone may be there or not: the resume finds out.
-        return bool(saved)
+
+    def _kept(self) -> list[tuple[object, set[str]]]:
+        """Per save that ended well its step and the tiers that kept it."""
+        saved = [event for event in read(self.events) if event.get("kind") == "save"]
+        return [
+            (
+                e.get("step"),
+                {name for name, what in e.get("tiers", {"disk": "kept"}).items() if what == "kept"},
+            )
+            for e in saved
+        ]
 
     # ------------------------------------------------------------------------------------------------
     # ownership

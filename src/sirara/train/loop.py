@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sirara.checkpoint.restore import Restored
 from sirara.config.run_folder import RunFolder
 from sirara.config.schema import RunConfig
 from sirara.errors import ConfigError, SiraraError
@@ -62,7 +63,7 @@ def train(
                     code="SR122",
                     try_=[f"train.steps={2 * restored.step}", f"sirara export {run.id} OUT"],
                 )
-            journal.resumed(restored.step, restored.skipped)
+            journal.resumed(restored)
         else:
             trainer.start()
             journal.started()
@@ -158,15 +159,16 @@ class _Journal:
                     layout["block"],
                 )
 
-    def resumed(self, step: int, skipped: tuple[tuple[int, str], ...]) -> None:
-        grade = self.trainer.grade
+    def resumed(self, restored: Restored) -> None:
+        step, grade = restored.step, self.trainer.grade
         self.event(
             "resume",
             from_step=step,
             grade=grade.name,
             why=list(grade.why),
             layout=self.trainer.layout,
-            skipped=[list(pair) for pair in skipped],
+            skipped=[list(pair) for pair in restored.skipped],
+            sources=[[row.step, row.tier, row.what, row.why] for row in restored.table],
         )
         if self.speaks:
             _log.info("resumed from step %d, grade %s", step, grade)
@@ -195,7 +197,9 @@ class _Journal:
             elif outcome.kind == "saved":
                 self._saved(outcome)
             else:
-                self.event("save_skipped", step=outcome.step, why=outcome.why, put_off=outcome.kind == "queued")
+                self.event(
+                    "save_skipped", step=outcome.step, why=outcome.why, put_off=outcome.kind == "queued"
+                )
                 if self.speaks:
                     _log.info("the checkpoint of step %d is %s: %s", outcome.step, outcome.kind, outcome.why)
 

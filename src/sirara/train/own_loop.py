@@ -11,7 +11,7 @@ with Trainer(config, run, attempt=1) as trainer:
 import json
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -24,11 +24,13 @@ from sirara.checkpoint.deadline import FILE as BANDWIDTH
 from sirara.checkpoint.deadline import Pace
 from sirara.checkpoint.digest import Digest
 from sirara.checkpoint.export import with_generation_files
+from sirara.checkpoint.find import find
 from sirara.checkpoint.hf import HfReader, hf_config
 from sirara.checkpoint.job import SaveOutcome
 from sirara.checkpoint.manager import CheckpointManager, PlannedTensor, Restored, State
 from sirara.checkpoint.node_views import open_nodes
 from sirara.checkpoint.object import ObjectTier
+from sirara.checkpoint.partial import WeightsReport
 from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.restore import Restorer
 from sirara.comm.world import World, connect, connect_axes, disconnect
@@ -37,7 +39,7 @@ from sirara.config.run_folder import RunFolder
 from sirara.config.schema import RunConfig
 from sirara.data.batches import Batches, EvalBatches
 from sirara.device import open_device
-from sirara.errors import CheckpointError, InvariantError, StorageError
+from sirara.errors import CheckpointError, ConfigError, InvariantError, StorageError
 from sirara.events import live, read
 from sirara.mesh import build_mesh
 from sirara.pure.families import TensorSpec, init_slice
@@ -162,6 +164,7 @@ class Trainer:
         """
         found = self._read_newest()
         if found is None:
+            self.run.check_nothing_kept()
             self.start()
             return Restored(step=0, skipped=())
         snapshot, restored = found
@@ -255,6 +258,30 @@ class Trainer:
             for e in data.eval
         }
         self.batches.prefetch(first, self.deal.mine(self.mesh.coordinate("dp")))
+
+    def load_weights(
+        self, source: str, *, names: Sequence[str] = ("*",), strict: bool = True, grow: bool = False
+    ) -> WeightsReport:
+        """After `start`: weights of another run, or of a step folder, into this model; all else stays as it is.
+
+        Args:    source: a step folder, or a run's name or folder, whose newest step is read.
+                 names, strict, grow: as in checkpoint/partial.py.
+        Returns: what was taken, what was missing, what had no place.
+        Raises:  CheckpointError or ConfigError on all ranks, before anything has changed unless bytes are bad.
+        """
+        fault, opened = "", None
+        try:
+            opened = Snapshot(find(source).path(None))
+        except (CheckpointError, ConfigError, StorageError) as error:
+            fault = error.what
+        fault = self._first_fault(fault)
+        if opened is None or fault:
+            raise CheckpointError(f"the weights of {source} cannot be loaded: {fault}", code="SR525")
+        report = self.state.load_weights(
+            opened, names=names, strict=strict, grow=grow, agree=self._first_fault
+        )
+        self.state.complete()
+        return report
 
     # ---- the step
 
