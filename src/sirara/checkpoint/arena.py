@@ -13,7 +13,9 @@ stays in WRITING and counts as nothing.
 """
 
 import contextlib
+import errno
 import json
+import logging
 import mmap
 import os
 import shutil
@@ -37,6 +39,9 @@ OLD_S = 24 * 3600.0
 _FIXED = struct.Struct("<8sIIqqq36s128s")  # magic, version, state, step, pid, size, uuid, run
 _STATE_AT = 12
 _FILL_BYTES = 256 << 20
+
+
+_log = logging.getLogger("sirara")
 
 
 class ArenaState(IntEnum):
@@ -64,33 +69,48 @@ class Arena:
     CheckpointError when a file is not an arena.
     """
 
-    def __init__(self, path: Path, memory: mmap.mmap) -> None:
-        self.path = path
+    def __init__(self, path: Path, memory: mmap.mmap, *, fd: int = -1) -> None:
+        self.path, self._fd = path, fd
         self._memory = memory
         self._view = memoryview(memory)
 
     @staticmethod
-    def create(folder: Path, name: str, size: int, *, run: str) -> "Arena":
-        """A new, empty arena, or the old one of the same size and run made empty."""
+    def create(folder: Path, name: str, size: int, *, run: str, outlives: bool = True) -> "Arena":
+        """A new, empty arena, or the old one of the same size and run made empty.
+
+        outlives: it must be there after its process has died.  If not, and the file system of `folder` is full, the
+        arena is memory of this process that its keeper finds by a link: a container may have 64 MiB of /dev/shm.
+        """
         path = folder / name
         total = BLOCK + size
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if path.is_symlink():
+                path.unlink()
+            kept = -1
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                if os.fstat(fd).st_size > total:
-                    os.ftruncate(fd, total)
-                # In parts: one call over all of it could not be interrupted by a signal.
-                for at in range(0, total, _FILL_BYTES):
-                    os.posix_fallocate(fd, at, min(_FILL_BYTES, total - at))
-                memory = mmap.mmap(fd, total, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-            finally:
+                memory = _mapped(fd, total)
+            except OSError as fault:
+                path.unlink()
+                if outlives or fault.errno != errno.ENOSPC:
+                    raise
+                _log.warning(
+                    "%s has no room for %d bytes: the snapshot is kept in memory of its own", folder, total
+                )
                 os.close(fd)
+                fd, kept = -1, os.memfd_create(name)
+                memory = _mapped(kept, total)
+                # The link leads through this descriptor, so it stays open.
+                path.symlink_to(f"/proc/{os.getpid()}/fd/{kept}")
+            finally:
+                if fd >= 0:
+                    os.close(fd)
         except OSError as fault:
             raise _no_memory(fault, path, total) from fault
         head = _FIXED.pack(MAGIC, VERSION, ArenaState.EMPTY, -1, os.getpid(), size, b"", run.encode()[:128])
         memory[: len(head)] = head
-        return Arena(path, memory)
+        return Arena(path, memory, fd=kept)
 
     @staticmethod
     def open(path: Path) -> "Arena":
@@ -154,6 +174,8 @@ class Arena:
         """Unmaps the file; views of `data` must be gone."""
         self._view.release()
         self._memory.close()
+        if self._fd >= 0:
+            os.close(self._fd)
 
     def _store(self, state: ArenaState) -> None:
         self._view[_STATE_AT : _STATE_AT + 4] = int(state).to_bytes(4, "little")
@@ -183,6 +205,16 @@ def _head(raw: bytes, path: Path) -> ArenaHead:
         pid=pid,
         size=size,
     )
+
+
+def _mapped(fd: int, total: int) -> mmap.mmap:
+    """A file of `total` bytes that are all allocated, so that no later write can fail; its pages are there."""
+    if os.fstat(fd).st_size > total:
+        os.ftruncate(fd, total)
+    # In parts: one call over all of it could not be interrupted by a signal.
+    for at in range(0, total, _FILL_BYTES):
+        os.posix_fallocate(fd, at, min(_FILL_BYTES, total - at))
+    return mmap.mmap(fd, total, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
 def _no_memory(fault: OSError, path: Path, size: int) -> StorageError:

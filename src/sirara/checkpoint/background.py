@@ -121,6 +121,7 @@ class Background:
                 arena_name(self._settings.rank, which),
                 self._image.total,
                 run=self._settings.run,
+                outlives=self._keeps_memory,
             )
         return self._arenas[which]
 

@@ -160,20 +160,13 @@ def planned_needs(
         )
     ]
     share = -(-step * seats.local // seats.world)
-    if settings.async_ or any(t is not shared for t in settings.tiers):
+    # Without these tiers a snapshot need not outlive its process: where shared memory is small it lies elsewhere.
+    if any(t.tier in ("memory", "peer", "parity") for t in settings.tiers):
         arenas = memory_folder(settings.tiers, node=seats.node) / run
-        advice = ("checkpoint.async=false",) if settings.async_ and not needs_images(settings.tiers) else ()
-        needs.append(
-            _image_need("memory", arenas, ARENAS, share, seats, why="two snapshots in turn", try_=advice)
-        )
+        needs.append(_image_need("memory", arenas, ARENAS, share, seats, why="two snapshots in turn"))
     for tier in settings.tiers:
         needs += _tier_needs(tier, settings.tiers, run, share, seats)
     return needs
-
-
-def needs_images(tiers: Sequence[TierConfig]) -> bool:
-    """Whether a save passes through an image in shared memory whatever `checkpoint.async` says."""
-    return any(t.tier != "disk" or t.path is not None for t in tiers)
 
 
 def memory_folder(tiers: Sequence[TierConfig], *, node: int) -> Path:

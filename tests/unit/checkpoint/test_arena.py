@@ -76,6 +76,35 @@ def test_shared_memory_that_is_full_is_known_before_anything_is_copied(tmp_path,
     assert f"{4 * BLOCK} bytes asked" in caught.value.why and "checkpoint.async=false" in caught.value.try_[0]
 
 
+def test_without_room_in_shared_memory_an_arena_for_the_keeper_alone_is_memory_of_its_own(
+    tmp_path, monkeypatch, caplog
+):
+    reserve, calls = os.posix_fallocate, []
+
+    def full_at_first(fd, at, size):
+        calls.append(size)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        reserve(fd, at, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full_at_first)
+    made = Arena.create(tmp_path, "arena-0-0", 3 * BLOCK, run="run-1", outlives=False)
+    assert calls == [4 * BLOCK, 4 * BLOCK] and "has no room for" in caplog.text
+    made.mark_writing(7, "u" * 36)
+    made.data[:4] = b"data"
+    made.mark_ready()
+    program = (
+        "import sys; from pathlib import Path; from sirara.checkpoint.arena import Arena, arena_head; "
+        "a = Arena.open(Path(sys.argv[1])); print(arena_head(a.path).step, bytes(a.data[:4]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, made.path], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["7", "b'data'"]
+    again = Arena.create(tmp_path, "arena-0-0", BLOCK, run="run-1")
+    assert not again.path.is_symlink() and again.path.stat().st_size == 2 * BLOCK
+
+
 @pytest.mark.parametrize("raw", [b"", b"x" * 8192, b"sirarena" + b"\xff" * 8192])
 def test_a_file_that_is_no_arena_is_refused(tmp_path, raw):
     (tmp_path / "arena-0-0").write_bytes(raw)

@@ -91,11 +91,11 @@ def test_a_disk_of_the_node_and_the_snapshots_are_counted_beside_the_shared_step
     found = needs_of(
         tmp_path, seats=Seats(node=3), tiers=[{"tier": "disk", "path": str(tmp_path / "nvme-{node}")}]
     )
-    assert set(found) == {"disk", "memory", "nvme"}
+    assert set(found) == {"disk", "nvme"}
     assert found["nvme"].bytes == 3 * found["disk"].each
-    assert found["memory"].folder.parent.parent == Path("/dev/shm")
-    assert set(needs_of(tmp_path, **{"async": True})) == {"disk", "memory"}
-    assert set(needs_of(tmp_path)) == {"disk"}
+    assert needs_of(tmp_path, tiers=["disk", "memory"])["memory"].folder.parent.parent == Path("/dev/shm")
+    # A snapshot that need not outlive its process finds room where shared memory is small.
+    assert set(needs_of(tmp_path, **{"async": True})) == {"disk"}
 
 
 # ---- the checks
