@@ -52,8 +52,9 @@ class PieceRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A piece that was bad in one copy and good in another."""
+    """A piece that was bad in `copy` and good in another."""
 
+    copy: str
     tensor: str
     box: str
     file: str
@@ -372,7 +373,9 @@ class Snapshot:
         for bad, key, fault in faults:
             what = fault.what.removeprefix(f"{name}{box} in {key}: ")
             file = bad.place(key)
-            self.notes.append(Note(tensor=name, box=box, file=file, what=what, taken_from=copy.name))
+            self.notes.append(
+                Note(copy=bad.name, tensor=name, box=box, file=file, what=what, taken_from=copy.name)
+            )
 
 
 @contextmanager

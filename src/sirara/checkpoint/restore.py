@@ -174,7 +174,8 @@ class Restorer:
         if found is None:
             return None
         snapshot, skipped = found
-        self._sum_up(snapshot, skipped)
+        if self._sum_up(snapshot, skipped):
+            distrust(snapshot.step, "pieces of it are bad on the disk; they were taken from another copy")
         return snapshot, Restored(step=snapshot.step, skipped=skipped, table=tuple(self.table))
 
     # ---- what there is
@@ -320,9 +321,8 @@ class Restorer:
                     decode = partial(self._decode_at, node, source)
                     copy = ParityCopy(f"parity{away}", manifest, there, view, far=far, decode=decode)
                 else:
-                    name = (
-                        "memory" if tier == "memory" and not far else "peer" if tier == "memory" else "disk"
-                    )
+                    near_name = "memory" if tier == "memory" else "disk of this node"
+                    name = near_name if not far else "peer" if tier == "memory" else "disk"
                     there = [
                         images[p.rank]
                         for p in source.images
@@ -356,8 +356,11 @@ class Restorer:
 
     # ---- the end
 
-    def _sum_up(self, snapshot: Snapshot, skipped: Sequence[tuple[int, str]]) -> None:
-        """Adds to the table what was taken from where, on all ranks together, and logs it on rank 0."""
+    def _sum_up(self, snapshot: Snapshot, skipped: Sequence[tuple[int, str]]) -> bool:
+        """Adds to the table what was taken from where, on all ranks together, and logs it on rank 0.
+
+        Returns:  whether pieces are bad in the run's folder.
+        """
         own: dict[str, int] = {}
         for name, size in snapshot.taken.items():
             own[name.split()[0]] = own.get(name.split()[0], 0) + size
@@ -365,7 +368,9 @@ class Restorer:
         for text in self.texts(json.dumps(own)):
             for tier, size in json.loads(text or "{}").items():
                 total[tier] = total.get(tier, 0) + size
-        bad = sum(int(text or "0") for text in self.texts(str(len(snapshot.notes))))
+        on_disk = sum(note.copy == "disk" for note in snapshot.notes)
+        counts = [text.split() for text in self.texts(f"{len(snapshot.notes)} {on_disk}")]
+        bad = sum(int(count) for count, _ in counts)
         for note in snapshot.notes:
             _log.warning("step %d: %s", snapshot.step, note)
         self.table += [TierRow(step=step, tier="", what="skipped", why=why) for step, why in skipped]
@@ -383,6 +388,7 @@ class Restorer:
             )
         if self.rank == 0 and (self.views or self.objects or skipped or bad):
             _log.info("where the checkpoints were:\n%s", "\n".join(map(str, self.table)))
+        return any(int(count) for _, count in counts)
 
     def _handed(self, source: Source) -> Path:
         return self.control / f"restore-{self.attempt}-{source.uuid}.manifest"

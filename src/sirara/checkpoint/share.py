@@ -6,7 +6,7 @@
 A rank that cannot read its pieces says so before anything is sent, and all ranks stop there: nobody waits for it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -45,17 +45,16 @@ def read_together(
     comm: Comm,
     agree: Agree,
     device: torch.device | str = "cpu",
-    near: Callable[[int], Collection[int]] = lambda piece: (),
 ) -> None:
     """Fills this rank's ranges while every other rank fills its own.  Collective over `comm`, the ranks of `plan`.
 
     Args:    plan: what every rank wants, the same on all ranks; `ranges` are this rank's share of it.
-             device: on which `comm` moves data.  near: as in `plan_reads`, the same on all ranks.
+             device: on which `comm` moves data.
     Raises:  CheckpointError, StorageError or CommError for what this rank could not read, OtherRankFailed when it
              was another one, on all ranks; the ranges' contents are then undefined.
     """
     wanted = [(snapshot.find_like(t.name, t.dtype, t.shape), t.boxes) for t in plan]
-    shares, holes = plan_reads(snapshot.manifest, wanted, near=near)
+    shares, holes = plan_reads(snapshot.manifest, wanted)
     if holes:
         tensor, box, missing = holes[0]
         raise snapshot.holes(snapshot.manifest.tensors[tensor].name, [(box, missing)])

@@ -9,7 +9,7 @@ most ROUND_BYTES to read and every rank at most about as much to receive.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sirara.pure.layout import Box
@@ -40,13 +40,11 @@ def plan_reads(
     manifest: Manifest,
     wanted: Iterable[tuple[int, Mapping[int, Sequence[Box]]]],
     *,
-    near: Callable[[int], Collection[int]] = lambda piece: (),
     round_bytes: int = ROUND_BYTES,
 ) -> tuple[ReadPlan, list[tuple[int, Box, int]]]:
     """The plan, and the wanted boxes with elements in no piece: (tensor, box, number of elements).
 
-    Args:  wanted: (tensor, rank -> boxes), each tensor at most once.  near: ranks to which a piece is nearer than to
-           others; where one of them wants it, one of them reads it.
+    Args:  wanted: (tensor, rank -> boxes), each tensor at most once.
     """
     wants, holes = _wants(manifest, wanted)
     length = manifest.pieces.length
@@ -62,8 +60,7 @@ def plan_reads(
         load[ranks[0]] = load.get(ranks[0], 0) + int(length[piece])
     queues: dict[int, list[int]] = {}
     for piece, ranks in sorted(shared, key=lambda one: (-int(length[one[0]]), one[0])):
-        nearest = set(near(piece)).intersection(ranks)
-        reader = min(nearest or ranks, key=lambda rank: (load.get(rank, 0), rank))
+        reader = min(ranks, key=lambda rank: (load.get(rank, 0), rank))
         queues.setdefault(reader, []).append(piece)
         load[reader] = load.get(reader, 0) + int(length[piece])
     in_order = {reader: deque(sorted(queues[reader])) for reader in sorted(queues)}

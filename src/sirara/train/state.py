@@ -5,7 +5,7 @@ tensors      weights, masters where the weights' dtype is lower, optimizer state
 the rest     is a function of these and of the configuration: lr, dropout, data order
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -195,14 +195,12 @@ class TrainState:
         snapshot: Snapshot,
         *,
         agree: Agree = lambda fault: fault,
-        near: Callable[[int], Collection[int]] = lambda piece: (),
     ) -> None:
         """Fills counters and tensors from a checkpoint of any layout; weights are the rounding of their masters.
 
         A checkpoint in another precision is read through its full-precision values.  Each byte is read by one rank
         and passed on; `complete` follows once all have agreed on the step.  Collective.
         Args:    agree: given this rank's fault, "" when there is none, the first fault of any rank.
-                 near: ranks to which a piece of the checkpoint is near, the same on all ranks.
         Raises:  CheckpointError naming what is missing or wrong; the state is then undefined.
         """
         self._load_counters(snapshot.record)
@@ -232,7 +230,6 @@ class TrainState:
             comm=self.stage.comms.world,
             agree=agree,
             device=self.zero.device,
-            near=near,
         )
         for target, data in converted:
             target.copy_(data)

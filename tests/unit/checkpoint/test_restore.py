@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from sirara.checkpoint.copies import FolderCopy
+from sirara.checkpoint.object import ObjectTier
 from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.restore import Restored, Restorer
+from sirara.checkpoint.serve import LocalNode
 from sirara.checkpoint.steps import step_name
 from sirara.errors import CheckpointError, StorageError
 from tests.checkpoints import State, differing, even, flip_bit, load, save, small_state
@@ -113,6 +115,42 @@ def test_a_bad_piece_in_memory_is_taken_from_the_peer_then_from_the_disk(run):
     assert differing(run.states[5], state) == []
     assert [n.taken_from for n in snapshot.notes] == ["disk", "disk"]
     assert restored.step == 5 and run.distrusted == []
+
+
+def put_in_store(url: str, path: Path) -> ObjectTier:
+    tier = ObjectTier(url, {}, RUN, attempt=1)
+    raw = (path / "manifest.json").read_bytes()
+    tier.upload_part(path, Snapshot(path).manifest, 0, 1)
+    tier.commit(raw, world=1, deadline_s=20)
+    return tier
+
+
+def test_a_step_that_only_the_object_store_has_is_read_from_there(run):
+    run.save(4, {}, disk=True)
+    tier = put_in_store(f"file://{run.root}/store", run.save(5, {}, disk=False))
+    state, restored, snapshot = run.restore(objects=tier)
+    assert restored.step == 5 and differing(run.states[5], state) == []
+    assert set(snapshot.taken) == {"object"}
+
+
+def test_pieces_that_are_bad_on_the_disk_come_from_the_store_and_the_folder_is_not_trusted(run):
+    path = run.save(5, {}, disk=True)
+    tier = put_in_store(f"file://{run.root}/store", path)
+    m = Snapshot(path).manifest
+    flip_bit(path / m.files[int(m.pieces.file[3])].name, int(m.pieces.position[3]))
+    state, restored, snapshot = run.restore(objects=tier)
+    assert restored.step == 5 and differing(run.states[5], state) == []
+    assert [(n.copy, n.taken_from) for n in snapshot.notes] == [("disk", "object")]
+    assert run.distrusted == [5]
+
+
+def test_images_on_the_disks_of_nodes_come_after_memory_and_are_no_part_of_the_folder(run):
+    path = run.save(5, {}, disk=False)
+    keep(run.root, path, run.states[5], even(run.states[5], WORLD), OWN, durable=True)
+    stores = {n: LocalNode([store_of(run.root, n, durable=True)], name=f"node {n}") for n in OWN}
+    state, restored, snapshot = run.restore(views=stores)
+    assert restored.step == 5 and differing(run.states[5], state) == []
+    assert set(snapshot.taken) == {"disk of this node", "disk on node 1", "disk on node 2"}
 
 
 def test_a_damaged_manifest_on_the_disk_is_replaced_by_the_nodes_copy(run):
