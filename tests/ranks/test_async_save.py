@@ -13,6 +13,8 @@ import torch
 from sirara.checkpoint.arena import ArenaState, arena_head
 from sirara.checkpoint.digest import digest_of
 from sirara.checkpoint.manager import State
+from sirara.checkpoint.object import ObjectTier
+from sirara.checkpoint.reader import Snapshot
 from sirara.config.processes import ProcessId, wait_for_processes
 from sirara.config.run_folder import RunFolder
 from sirara.config.schema import TierConfig
@@ -29,9 +31,11 @@ from tests.checkpoints import (
     small_state,
 )
 from tests.harness import RankFailed, run_ranks
+from tests.seaweed import KEYS, seaweed
 
 LAYOUTS = {"even": even, "uneven": lambda state, world: flat_cuts(state, [0.1]), "replicas": replicated}
 ROOT = Path(__file__).parents[2]
+STORE = {"region": "us-east-1", "allow_http": "true", **KEYS}
 
 
 def where() -> tuple[int, int]:
@@ -410,3 +414,42 @@ def test_what_a_keeper_meets_on_the_disk_reaches_the_run_in_its_own_words(tmp_pa
     rank.manager.wait()
     rank.manager.close(clean=True)
     assert rank.manager.newest() == [6]
+
+
+# ---- the object store
+
+
+def saves_with_a_store(folder: str, endpoint: str) -> list[Any]:
+    tiers = [
+        TierConfig(tier="disk"),
+        TierConfig(tier="object", url="s3://bucket/runs", options={**STORE, "endpoint": endpoint}),
+    ]
+    rank = Rank(folder, tiers=tiers, keep_last=1)
+    for step in (1, 2):
+        rank.start(step, patient=True, tiers=("disk", "object"))
+        rank.add(0.5)
+    last = rank.manager.wait()
+    assert last is not None and last.fault is None, last
+    outcomes = [
+        (o.kind, o.step, {t: r.ok or r.fault for t, r in o.tiers.items()}) for o in rank.manager.poll()
+    ]
+    rank.manager.close(clean=True)
+    return outcomes
+
+
+def test_a_save_goes_to_the_object_store_from_all_ranks_while_the_next_one_is_made(tmp_path):
+    with seaweed(tmp_path / "weed") as server:
+        store = ObjectTier("s3://bucket/runs", {**STORE, "endpoint": server.endpoint}, "run-1", attempt=2)
+        store.bucket.put("made", b"a bucket is there")
+        outcomes = run_ranks(2, saves_with_a_store, str(tmp_path), server.endpoint)
+        assert sorted(outcomes[0], key=lambda o: (o[1], o[0])) == [
+            ("saved", 1, {"disk": True}),
+            ("uploaded", 1, {"object": True}),
+            ("saved", 2, {"disk": True}),
+            ("uploaded", 2, {"object": True}),
+        ]
+        assert outcomes[1] == []
+        assert [save.step for save in store.steps()] == [2]
+        manifest, copy = store.open(2)
+        assert Snapshot.over(manifest, [copy]).record["step"] == 2
+    assert manager(tmp_path / "checkpoints", rank=1, world=2).newest() == [2]

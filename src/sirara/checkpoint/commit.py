@@ -7,7 +7,7 @@ The trainer of rank 0 does it in line for a synchronous save, the keeper of rank
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import xxhash
@@ -94,8 +94,18 @@ class Committer:
             # The step is committed and good; a later attempt counts it as not verified, no more.
             _log.warning("step %d is verified, but this could not be noted: %s", manifest.step, fault)
 
-    def tidy(self, step: int, uuid: str, *, scores: Mapping[int, float] | None = None) -> None:
-        """Retention, now that `step` is committed and verified. What cannot be deleted is tried again next time."""
+    def tidy(
+        self,
+        step: int,
+        uuid: str,
+        *,
+        scores: Mapping[int, float] | None = None,
+        spare: Collection[int] = (),
+    ) -> None:
+        """Retention, now that `step` is committed and verified. What cannot be deleted is tried again next time.
+
+        spare: steps that somebody reads at this moment.
+        """
         committed = committed_steps(self.folder)
         verified: set[int] = set()
         for s in committed:
@@ -110,7 +120,7 @@ class Committer:
                 keep_last=self._keep_last,
                 keep_every=self._keep_every,
                 keep_best=self._keep_best,
-                pinned=pinned(self.folder, committed),
+                pinned=pinned(self.folder, committed) | set(spare),
                 scores=scores,
             ):
                 trash = self.folder / f".{step_name(old)}.gone-{uuid}"

@@ -117,7 +117,7 @@ class Pace:
 
     def learn(self, outcomes: Iterable[SaveOutcome]) -> None:
         """Takes the times of saves that ended well and keeps them for later attempts."""
-        kept = [o for o in outcomes if o.kind == "saved" and o.fault is None]
+        kept = [o for o in outcomes if o.kind in ("saved", "uploaded") and o.fault is None]
         if not self._speaks or not kept:
             return
         for outcome in kept:

@@ -4,6 +4,7 @@
             ◄── Hello (its address), or why it cannot start ──
             ── SaveJob, one at a time ─►
             ◄── JobEnd ───────────────
+            ◄── UploadEnd, later, when the save goes to the object store as well
 
 Errors travel as their fields and are raised again with their own words, so no class is ever unpickled.
 """
@@ -169,15 +170,31 @@ class JobEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UploadEnd:
+    """How the upload of a committed save ended on one rank; rank 0 speaks for the whole save."""
+
+    step: int
+    uuid: str
+    result: TierResult
+
+    def to_line(self) -> bytes:
+        return _line({"kind": "upload", **asdict(self)})
+
+    @staticmethod
+    def from_fields(fields: Mapping[str, Any]) -> "UploadEnd":
+        return UploadEnd(step=fields["step"], uuid=fields["uuid"], result=TierResult(**fields["result"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOutcome:
     """How a save ended, or why it did not begin.
 
-    kind: "saved" | "failed" | "skipped" | "queued" (why says what kept it).  fault: why it failed.  in_a_row: failures
-    so far.  tiers: of a kept one, which hold it and
-    which do not.  seconds: stall (the training waited), hash, write, commit, verify.
+    kind: "saved" | "failed" | "skipped" | "queued" (why says what kept it) | "uploaded" (an earlier saved one; tiers
+    says whether it is in the object store).  fault: why it failed.  in_a_row: failures so far.  tiers: of a kept one,
+    which hold it and which do not.  seconds: stall (the training waited), hash, write, commit, verify.
     """
 
-    kind: Literal["saved", "failed", "skipped", "queued"]
+    kind: Literal["saved", "failed", "skipped", "queued", "uploaded"]
     step: int
     digest: str = ""
     path: Path | None = None

@@ -13,6 +13,7 @@ import platform
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 
 from sirara.checkpoint.job import Hello, KeeperSettings, SaveJob, failed_line
@@ -60,19 +61,24 @@ def serve(connection: socket.socket) -> None:
     signals = _Signals()
     lines = _lines(connection)
     settings = KeeperSettings.from_fields(next(lines))
+    say = _Voice(connection)
     be_modest(settings.nice)
     try:
-        keeper = Keeper(settings, orphaned=lambda: _hung_up(connection))
+        keeper = Keeper(
+            settings,
+            orphaned=lambda: _hung_up(connection),
+            uploaded=lambda end: say(end.to_line()),
+        )
     except Exception as fault:  # noqa: BLE001  whatever it is, the trainer must hear of it
         _log.exception("the writer of rank %d cannot start", settings.rank)
-        _say(connection, failed_line(fault))
+        say(failed_line(fault))
         return
     try:
-        _say(connection, Hello(pid=os.getpid(), address=keeper.address).to_line())
+        say(Hello(pid=os.getpid(), address=keeper.address).to_line())
         for fields in lines:
             with signals.held():
                 end = keeper.keep(SaveJob.from_fields(fields))
-            _say(connection, end.to_line())
+            say(end.to_line())
             if signals.asked:
                 break
         if _hung_up(connection):
@@ -88,9 +94,15 @@ def _lines(connection: socket.socket) -> Iterator[dict]:
             yield json.loads(line)
 
 
-def _say(connection: socket.socket, line: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        connection.sendall(line)
+class _Voice:
+    """Says one line after the other, from any thread; a trainer that is gone hears nothing."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+
+    def __call__(self, line: bytes) -> None:
+        with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._connection.sendall(line)
 
 
 def _hung_up(connection: socket.socket) -> bool:

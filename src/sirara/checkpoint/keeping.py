@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sirara.checkpoint.job import Hello, JobEnd, KeeperSettings, SaveJob, fault_from
+from sirara.checkpoint.job import Hello, JobEnd, KeeperSettings, SaveJob, TierResult, UploadEnd, fault_from
 from sirara.checkpoint.storage import storage_error
 from sirara.errors import SiraraError, StorageError
 
@@ -42,12 +42,19 @@ class KeeperProcess:
         self._job: SaveJob | None = None
         self._files: dict[str, bytes] | None = None
         self._fault: SiraraError | None = None
+        self._uploading: dict[str, int] = {}
+        self._uploads: list[UploadEnd] = []
         self.starts = 0
 
     @property
     def busy(self) -> bool:
         """Whether a job has been given whose end was not heard."""
         return self._job is not None
+
+    @property
+    def uploading(self) -> bool:
+        """Whether a save is still on its way to the object store."""
+        return bool(self._uploading)
 
     @property
     def pid(self) -> int | None:
@@ -96,6 +103,8 @@ class KeeperProcess:
     def give(self, job: SaveJob) -> None:
         """Hands over one save. Raises StorageError when the keeper is gone."""
         self._job = job
+        if "object" in job.tiers:
+            self._uploading[job.uuid] = job.step
         sent = job
         if job.hf_files == self._files:
             # They are the same for all saves of a run: they travel once.
@@ -113,6 +122,16 @@ class KeeperProcess:
             if time.monotonic() >= until:
                 return None
         return None
+
+    def uploads(self) -> list[UploadEnd]:
+        """The uploads that ended since the last call. Those of a keeper that died have failed."""
+        while self._job is None and self._uploading and self._socket is not None:
+            known = len(self._uploads)
+            self._listen(0.0)
+            if len(self._uploads) == known:
+                break
+        ended, self._uploads = self._uploads, []
+        return ended
 
     def close(self, *, wait_s: float) -> None:
         """Lets it go: it finishes what it has begun, then ends. wait_s: how long to wait for that."""
@@ -190,8 +209,16 @@ class KeeperProcess:
         if fields["kind"] == "failed":
             self._fault = fault_from(fields["fault"])
             return self._died()
+        if fields["kind"] == "upload":
+            upload = UploadEnd.from_fields(fields)
+            self._uploading.pop(upload.uuid, None)
+            self._uploads.append(upload)
+            return None
+        end = JobEnd.from_fields(fields)
+        if end.fault is not None:
+            self._uploading.pop(end.uuid, None)
         self._job = None
-        return JobEnd.from_fields(fields)
+        return end
 
     def _next_line(self) -> dict[str, Any] | None:
         line, mark, rest = self._heard.partition(b"\n")
@@ -202,6 +229,9 @@ class KeeperProcess:
 
     def _died(self) -> JobEnd:
         job, words = self._job, self._death()
+        lost = TierResult(ok=False, fault=words)
+        self._uploads += [UploadEnd(step=s, uuid=u, result=lost) for u, s in self._uploading.items()]
+        self._uploading.clear()
         self._drop()
         if self._fault is not None:
             fault, self._fault = self._fault, None

@@ -411,14 +411,14 @@ class CheckpointManager:
         return not self.failures.in_a_row or self.failures.due(time.monotonic())
 
     def wait(self, *, alive: Callable[[], object] = lambda: None) -> SaveOutcome | None:
-        """Waits until the running save is over, on all ranks together. Returns how the last save ended, which every
-        rank is told; None when there was none."""
+        """Waits until the running save is over and uploaded, on all ranks together. Returns how the last save ended,
+        which every rank is told; None when there was none."""
         line, nap_s = self._background, _NAP_S[0]
         while line is not None:
             self._hear(flush=True)
             last = self._last
             row = Row(
-                busy=line.busy,
+                busy=line.busy or line.keeper.uploading,
                 digest=last.digest if last else "",
                 fault=str(last.fault) if last and last.fault else "",
             )
@@ -558,6 +558,12 @@ class CheckpointManager:
         end = line.poll()
         if end is not None and self._running is not None:
             self._end(end, self._running.tiers)
+        for upload in line.keeper.uploads():
+            if self.rank == 0:
+                kept = {"object": upload.result}
+                seconds = {"object": upload.result.seconds}
+                outcome = SaveOutcome(kind="uploaded", step=upload.step, tiers=kept, seconds=seconds)
+                self._outcomes.append(replace(outcome, total_bytes=upload.result.bytes))
 
     def _end(self, end: JobEnd, tiers: frozenset[str]) -> None:
         """One rank's part of a save is over; on rank 0 the save is."""

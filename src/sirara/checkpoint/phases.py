@@ -3,7 +3,8 @@
     arena, whole and of this save? ─► rows from neighbours' arenas ─► hashes and state digest (threads)
         ├─► node tiers   keep ─ report over the link ─► rank 0: manifest to every node
         └─► disk         files of the step folder ─ report file ─► rank 0: commit ─ read back ─ retention
-                             └─► object store   each rank its share of the committed folder ─► rank 0: commit
+                             └─► object store   each rank its share of the committed folder ─► rank 0: commit, while
+                                                the next saves go on
 
 Node tiers and the disk go on at the same time and do not wait for each other; the manifest is the same, byte for byte,
 because everything in it follows from the job and the reports.
@@ -24,7 +25,15 @@ from sirara.checkpoint.arena import Arena, ArenaState, arena_name, claim, withdr
 from sirara.checkpoint.assembly import Assembly
 from sirara.checkpoint.commit import Committer, extra_entries, extra_files
 from sirara.checkpoint.image import Image, ImagePlan, image_plan
-from sirara.checkpoint.job import JobEnd, KeeperSettings, SaveJob, TierResult, fault_fields, fault_from
+from sirara.checkpoint.job import (
+    JobEnd,
+    KeeperSettings,
+    SaveJob,
+    TierResult,
+    UploadEnd,
+    fault_fields,
+    fault_from,
+)
 from sirara.checkpoint.nodes import NodeTiers, is_node_tier
 from sirara.checkpoint.object import ObjectTier
 from sirara.checkpoint.readback import committed_manifest
@@ -66,7 +75,7 @@ class _Taken:
 class Keeper:
     """Keeps what lies in an arena: hashes it, gives it to the tiers that are due, reports; rank 0 commits.
 
-    Args:  orphaned: whether the trainer is gone.
+    Args:  orphaned: whether the trainer is gone.  uploaded: told, from another thread, how an upload ended.
     """
 
     def __init__(
@@ -74,9 +83,10 @@ class Keeper:
         settings: KeeperSettings,
         *,
         orphaned: Callable[[], bool] = lambda: False,
+        uploaded: Callable[[UploadEnd], None] = lambda end: None,
         disk: Disk | None = None,
     ) -> None:
-        self._settings, self._orphaned = settings, orphaned
+        self._settings, self._orphaned, self._uploaded = settings, orphaned, uploaded
         self._disk = disk or Disk()
         self._plan = SavePlan.from_bytes(Path(settings.plan).read_bytes())
         self._image = image_plan(self._plan, settings.rank)
@@ -108,6 +118,9 @@ class Keeper:
         if store is not None:
             self._store = ObjectTier(store.url or "", store.options, settings.run, attempt=settings.attempt)
         self._store_is_clean = False
+        # One upload after the other, in the same order on all ranks; saves do not wait for them.
+        self._uploads = ThreadPoolExecutor(1, thread_name_prefix="upload")
+        self._uploading: set[int] = set()
 
     @property
     def address(self) -> str:
@@ -136,6 +149,7 @@ class Keeper:
     def close(self) -> None:
         if self._nodes is not None:
             self._nodes.close()
+        self._uploads.shutdown()
         self._threads.shutdown()
 
     # ---- one save
@@ -162,8 +176,8 @@ class Keeper:
         if end is None:
             end = JobEnd(step=job.step, uuid=job.uuid, digest=digest, fault=_none_kept(job, kept))
         if self._store is not None and "object" in job.tiers and end.fault is None:
-            kept["object"] = self._keep_in_store(job, self._store)
-            clock.lap("object")
+            self._uploading.add(job.step)
+            self._uploads.submit(self._upload, job, self._store)
         total = self._plan.total_bytes if s.rank == 0 else 0
         return replace(end, tiers=kept | end.tiers, seconds=clock.laps, total_bytes=total)
 
@@ -234,7 +248,7 @@ class Keeper:
         committer.commit(temp, final, manifest)
         clock.lap("commit")
         committer.verify(final)
-        committer.tidy(job.step, job.uuid, scores=job.scores)
+        committer.tidy(job.step, job.uuid, scores=job.scores, spare=frozenset(self._uploading))
         clock.lap("verify")
         kept = TierResult(ok=True, bytes=self._plan.total_bytes, seconds=sum(clock.laps.values()))
         return JobEnd(step=job.step, uuid=job.uuid, digest=digest, path=str(final), tiers={"disk": kept})
@@ -332,6 +346,15 @@ class Keeper:
         return _named(kept), digest
 
     # ---- object store
+
+    def _upload(self, job: SaveJob, store: ObjectTier) -> None:
+        result = TierResult(ok=False, fault="the upload ended with an error that is in the log of the writer")
+        try:
+            result = self._keep_in_store(job, store)
+        except Exception:  # noqa: BLE001  this thread has nobody above it
+            _log.exception("the upload of step %d failed", job.step)
+        self._uploading.discard(job.step)
+        self._uploaded(UploadEnd(step=job.step, uuid=job.uuid, result=result))
 
     def _keep_in_store(self, job: SaveJob, store: ObjectTier) -> TierResult:
         """Uploads this rank's share of the committed step folder; rank 0 commits it there."""

@@ -194,8 +194,8 @@ class _Journal:
         for outcome in outcomes:
             if outcome.fault is not None:
                 self._save_failed(outcome, outcome.fault)
-            elif outcome.kind == "saved":
-                self._saved(outcome)
+            elif outcome.kind in ("saved", "uploaded"):
+                self._saved(outcome, "save" if outcome.kind == "saved" else "upload")
             else:
                 self.event(
                     "save_skipped", step=outcome.step, why=outcome.why, put_off=outcome.kind == "queued"
@@ -203,10 +203,10 @@ class _Journal:
                 if self.speaks:
                     _log.info("the checkpoint of step %d is %s: %s", outcome.step, outcome.kind, outcome.why)
 
-    def _saved(self, outcome: SaveOutcome) -> None:
+    def _saved(self, outcome: SaveOutcome, kind: str) -> None:
         tiers = {name: "kept" if result.ok else result.fault for name, result in outcome.tiers.items()}
         seconds = {name: round(value, 6) for name, value in outcome.seconds.items()}
-        self.event("save", step=outcome.step, digest=outcome.digest, tiers=tiers, seconds=seconds)
+        self.event(kind, step=outcome.step, digest=outcome.digest, tiers=tiers, seconds=seconds)
         for name, result in outcome.tiers.items():
             if self.speaks and not result.ok:
                 _log.warning("step %d is not kept in tier %s: %s", outcome.step, name, result.fault)
