@@ -289,6 +289,25 @@ def test_no_two_saves_share_a_name():
     assert all(u.startswith(("00000001-", "00000002-")) and u[14] == "8" for u in uuids)
 
 
+# ---- what stays
+
+
+def test_the_step_with_the_lowest_metric_stays_however_old_it_is(tmp_path):
+    state, boxes = small_state(), even(small_state(), 1)
+    m = manager(tmp_path, keep_last=2, keep_best="eval/news/loss")
+    for step, score in enumerate((3.0, 1.5, 2.0, 2.5, 1.75), start=1):
+        m.scores[step] = score
+        m.save(
+            step,
+            plan=plan_of(state, boxes),
+            ranges=ranges_of(state, boxes, 0),
+            record={"step": step},
+            hf_files={},
+            aliases={},
+        )
+    assert m.newest() == [5, 4, 2]
+
+
 # ---- falling back
 
 
