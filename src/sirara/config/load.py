@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from sirara.config.check import REQUIRED_SIZES, SIZES, check_layout
 from sirara.config.complain import complaint
-from sirara.config.schema import ModelConfig, RunConfig
+from sirara.config.schema import ON_PAPER, ModelConfig, RunConfig
 from sirara.config.yaml_file import KeyPath, dump_yaml, parse_yaml, read_yaml
 from sirara.errors import ConfigError
 from sirara.pure.families import PRESETS, ModelShape, RopeScaling
@@ -36,16 +36,25 @@ class Loaded:
 
     origins: for every leaf "sirara.yaml:12", "environment SIRARA_SEED", "command line" or "default".
     text: the resolved YAML; loading it without environment and overrides gives the same configuration.
+    auto: `mesh: auto`, which leaves the whole layout to the planner; `config` has the defaults in its place.
     """
 
     config: RunConfig
     origins: dict[str, str]
     text: str
+    auto: bool = False
 
 
-def load(path: Path | str, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Loaded:
+def load(
+    path: Path | str,
+    overrides: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    *,
+    on_paper: bool = False,
+) -> Loaded:
     """Reads, merges and checks.
 
+    Args:    on_paper: for a plan, which may ask for what this version does not run.
     Raises:  ConfigError naming key, file and line, what was found and what to do.
     """
     path = Path(path)
@@ -57,7 +66,7 @@ def load(path: Path | str, overrides: Sequence[str] = (), env: Mapping[str, str]
             tree.set(key, _parse(text, name), f"environment {name}")
     for key, text in split_overrides(overrides):
         tree.set(key.split("."), _parse(text, f"{key}={text}"), "command line")
-    return _checked(tree, str(path))
+    return _checked(tree, str(path), on_paper=on_paper)
 
 
 def model_shape(config: RunConfig, tokenizer_vocab: int | None) -> ModelShape:
@@ -222,11 +231,11 @@ def _parse(text: str, source: str) -> Any:
     return parse_yaml(text, source)[0]
 
 
-def _checked(tree: _Tree, source: str) -> Loaded:
+def _checked(tree: _Tree, source: str, *, on_paper: bool = False) -> Loaded:
     _make_paths_absolute(tree.value)
     try:
         _fill_in_sizes(tree.value.get("model"))
-        config = RunConfig.model_validate(tree.value)
+        config = RunConfig.model_validate(tree.value, context=ON_PAPER if on_paper else None)
         _fits_the_model(config)
     except ValidationError as error:
         raise complaint(error, tree.value, tree.origin, source) from error
@@ -235,7 +244,8 @@ def _checked(tree: _Tree, source: str) -> Loaded:
     resolved = config.model_dump(by_alias=True, mode="json")
     resolved["model"] = {key: value for key, value in resolved["model"].items() if value is not None}
     origins = {".".join(map(str, path)): tree.origin_of_leaf(path) for path in _leaves(resolved)}
-    return Loaded(config=config, origins=origins, text=dump_yaml(resolved))
+    auto = tree.value.get("mesh") == "auto"
+    return Loaded(config=config, origins=origins, text=dump_yaml(resolved), auto=auto)
 
 
 def _make_paths_absolute(value: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    ValidationInfo,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -335,6 +336,10 @@ class LogConfig(Section):
     sinks: list[str] = []
 
 
+ON_PAPER = {"on_paper": True}
+"""Context of a validation for a plan: what this version does not run is accepted."""
+
+
 def _sections_of_mesh(value: object) -> object:
     # `mesh: auto` leaves every choice to us.
     return {} if value == "auto" else value
@@ -358,8 +363,10 @@ class RunConfig(Section):
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        check.runs_now(self)
+    def _fits_together(self, info: ValidationInfo) -> Self:
+        # What does not run yet can be planned.
+        if info.context != ON_PAPER:
+            check.runs_now(self)
         check.values_fit(self)
         return self
 
