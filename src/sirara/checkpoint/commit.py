@@ -108,9 +108,8 @@ class Committer:
         """
         committed = committed_steps(self.folder)
         verified: set[int] = set()
-        scored = (scores or {}) if self._keep_best else {}
         for s in committed:
-            if s <= step and (len(verified) < self._keep_last or s in scored) and self._is_verified(s):
+            if s <= step and len(verified) < self._keep_last and self._is_verified(s):
                 verified.add(s)
         verified |= self._best(committed, step, scores or {})
         try:
