@@ -29,7 +29,7 @@ from pathlib import Path
 from sirara.checkpoint.image import BLOCK
 from sirara.checkpoint.storage import names_in, storage_error
 from sirara.config.processes import ProcessId
-from sirara.errors import CheckpointError, InvariantError, StorageError
+from sirara.errors import CheckpointError, InvariantError, RunBusyError, StorageError
 from sirara.pure.manifest import MANIFEST
 
 MAGIC = b"sirarena"
@@ -243,7 +243,20 @@ def arena_name(rank: int, which: int) -> str:
 
 
 def claim(folder: Path, who: str, *, checkpoints: Path) -> None:
-    """Makes the run's folder on this node and notes this process in it, so that nobody reaps it."""
+    """Makes the run's folder on this node and notes this process in it, so that nobody reaps it.
+
+    Raises:  RunBusyError when another copy of the run uses it at this moment.
+    """
+    for path in folder.glob(f"{OWNER}*.json"):
+        owner = _owner(path)
+        if owner is not None and owner[0] != checkpoints and owner[1] is not None and owner[1].alive:
+            raise RunBusyError(
+                f"another copy of this run trains on this node: {owner[1]}",
+                code="SR804",
+                where=str(folder),
+                why=f"it saves to {owner[0]}, this one to {checkpoints}",
+                try_=["stop it", "give the memory tier of one of them another path"],
+            )
     fields = {"checkpoints": str(checkpoints), "process": ProcessId.current().as_record()}
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -204,7 +204,6 @@ class KeeperProcess:
             return None
         if fields["kind"] == "hello":
             self._hello = Hello(pid=fields["pid"], address=fields["address"])
-            Path(self._settings.plan).unlink(missing_ok=True)
             return None
         if fields["kind"] == "failed":
             self._fault = fault_from(fields["fault"])

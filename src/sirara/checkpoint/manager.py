@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import xxhash
+
 from sirara.checkpoint.arena import memory_root, reap
 from sirara.checkpoint.background import Background
 from sirara.checkpoint.commit import Committer
@@ -179,7 +181,9 @@ class CheckpointManager:
         self._kept_in_memory = False
         self._needs_addresses = any(is_node_tier(t) for t in tiers)
         root = memory or memory_root(next((t.path for t in tiers if t.tier == "memory"), None), node)
-        self._memory = root / run
+        # The copy of a run has its name: what need not be found by a restart lies where no copy looks.
+        place = xxhash.xxh3_64_hexdigest(str(folder.absolute()).encode())[:8]
+        self._memory = root / (run if self._needs_addresses else f"{run}-{place}")
         self._token = token
         self._spread = self._needs_addresses and world > self._per_node
         self.failures = Failures(most=max_failures, retry_s=retry_s)

@@ -89,6 +89,7 @@ class Keeper:
         self._settings, self._orphaned, self._uploaded = settings, orphaned, uploaded
         self._disk = disk or Disk()
         self._plan = SavePlan.from_bytes(Path(settings.plan).read_bytes())
+        Path(settings.plan).unlink(missing_ok=True)  # it may be large, and every keeper gets it anew
         self._image = image_plan(self._plan, settings.rank)
         self._folder, self._memory = Path(settings.folder), Path(settings.memory)
         self._assembly = Assembly(self._plan, self._image, self._memory)
@@ -143,7 +144,10 @@ class Keeper:
         if self._last is not None:
             # Keepers of the same node may still copy their rows from this arena.
             self._wait_for_end(self._last, ORPHAN_S)
-        names = [arena_name(self._settings.rank, which) for which in (0, 1)]
+        names = [
+            Path(self._settings.plan).name,
+            *(arena_name(self._settings.rank, which) for which in (0, 1)),
+        ]
         withdraw(self._memory, names, who=(f"keeper-{self._settings.rank}", f"trainer-{self._settings.rank}"))
 
     def close(self) -> None:

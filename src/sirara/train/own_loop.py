@@ -154,7 +154,7 @@ class Trainer:
             self.state.zero.initialise(lambda spec, a, b: reader.read_slice(spec.name, a, b))
         else:
             self.state.zero.initialise(self._drawn)
-        self.manager.prepare(self._save_plan())
+        self._prepare_saves()
 
     def resume(self) -> Restored:
         """Continues from the newest committed step that is complete and intact, or starts when there is none.
@@ -169,7 +169,7 @@ class Trainer:
             return Restored(step=0, skipped=())
         snapshot, restored = found
         self._remember_scores()
-        self.manager.prepare(self._save_plan())
+        self._prepare_saves()
         self.state.complete()
         record = snapshot.record
         self._open_data(record["data"])
@@ -503,6 +503,12 @@ class Trainer:
         said = ",".join(self._pace.tiers_in_time(deadline)).encode()
         rows = self._gather_bytes(said.ljust(_TIERS_BYTES, b" "))
         return tuple(tier for tier in rows[0].decode().strip().split(",") if tier)
+
+    def _prepare_saves(self) -> None:
+        """The first periodic save finds a keeper and an arena; one on request may have to wait for them."""
+        checkpoint = self.config.checkpoint
+        if checkpoint.every or any(tier.every for tier in checkpoint.tiers):
+            self.manager.prepare(self._save_plan())
 
     def _save_plan(self) -> list[PlannedTensor]:
         if self._plan is None:

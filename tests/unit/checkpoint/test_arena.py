@@ -19,7 +19,7 @@ from sirara.checkpoint.arena import (
 )
 from sirara.checkpoint.image import BLOCK
 from sirara.checkpoint.steps import step_name
-from sirara.errors import CheckpointError, InvariantError, StorageError
+from sirara.errors import CheckpointError, InvariantError, RunBusyError, StorageError
 
 
 def arena(folder, name="arena-0-0", size=3 * BLOCK):
@@ -166,6 +166,14 @@ def test_only_what_no_restart_needs_is_removed_from_memory(tmp_path):
         "just-made", "never-saved", "newer-in-memory", "own", "running",
     ]  # fmt: skip
     assert reap(tmp_path / "nowhere") == []
+
+
+def test_two_copies_of_one_run_do_not_share_a_nodes_memory(tmp_path):
+    claim(tmp_path / "run-1", "trainer-0", checkpoints=tmp_path / "a" / "checkpoints")
+    claim(tmp_path / "run-1", "trainer-1", checkpoints=tmp_path / "a" / "checkpoints")
+    with pytest.raises(RunBusyError, match="another copy of this run") as caught:
+        claim(tmp_path / "run-1", "trainer-0", checkpoints=tmp_path / "b" / "checkpoints")
+    assert f"it saves to {tmp_path / 'a' / 'checkpoints'}" in caught.value.why
 
 
 def test_the_last_rank_that_withdraws_takes_the_folder_away(tmp_path):
