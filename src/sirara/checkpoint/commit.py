@@ -16,7 +16,7 @@ from sirara.checkpoint.pins import pinned
 from sirara.checkpoint.readback import committed_manifest, faulty_pieces
 from sirara.checkpoint.retention import VERIFIED, delete_step, is_verified, mark_verified
 from sirara.checkpoint.steps import clear_leftovers, committed_steps, step_name
-from sirara.checkpoint.storage import Disk, names_in
+from sirara.checkpoint.storage import Disk, names_in, read_file
 from sirara.errors import InvariantError, StorageError
 from sirara.pure.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
 from sirara.pure.retain import best_step, expendable
@@ -83,7 +83,7 @@ class Committer:
 
     def verify(self, final: Path) -> None:
         """Reads every piece of the committed step back; raises CheckpointError when the disk returns other bytes."""
-        manifest = parse_manifest((final / MANIFEST).read_bytes(), where=str(final / MANIFEST))
+        manifest = parse_manifest(read_file(final / MANIFEST), where=str(final / MANIFEST))
         for fault in faulty_pieces(final, manifest):
             raise fault.error()
         self._verified.add(manifest.uuid)
@@ -106,13 +106,16 @@ class Committer:
 
         spare: steps that somebody reads at this moment.
         """
-        committed = committed_steps(self.folder)
-        verified: set[int] = set()
-        for s in committed:
-            if s <= step and len(verified) < self._keep_last and self._is_verified(s):
-                verified.add(s)
-        verified |= self._best(committed, step, scores or {})
         try:
+            committed = committed_steps(self.folder)
+            verified: set[int] = set()
+            for s in committed:
+                if s <= step and len(verified) < self._keep_last and self._is_verified(s):
+                    verified.add(s)
+            verified |= self._best(committed, step, scores or {})
+            if step not in verified:
+                _log.warning("step %d could not be looked at again, so older ones stay", step)
+                return
             for old in expendable(
                 committed,
                 verified,
