@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
 import numpy as np
 import xxhash
@@ -130,12 +131,13 @@ class PlannedFile:
     def holds_weights(self) -> bool:
         return self.name.startswith("model")
 
-    @cached_property
+    @property
     def entries(self) -> tuple[Entry, ...]:
         return tuple(self._all.entries(*self.span, named_by_box=not self.holds_weights))
 
     def header(self, *, uuid: str, step: int) -> bytes:
-        return safetensors_header(self.entries, uuid=uuid, step=step)
+        entries = self._all.texts(*self.span, named_by_box=not self.holds_weights)
+        return _padded(_header_text(entries, uuid=uuid, step=step))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +155,28 @@ class EntryColumns:
             name = f"{tensor.name}{box}" if named_by_box else tensor.name
             stop = start + box.volume * ITEM_BYTES[tensor.dtype]
             yield Entry(name, tensor.dtype, box.size, start, stop)
+
+    def texts(self, begin: int, end: int, *, named_by_box: bool) -> Iterator[str]:
+        """The same as JSON, without the objects: a header may have a hundred thousand of them."""
+        owners, starts = self.at.tensor[begin:end].tolist(), self.start[begin:end].tolist()
+        first = self.at.first[begin : end + 1].tolist()
+        low = first[0] if first else 0
+        offset, size = (c[low : first[-1] if first else 0].tolist() for c in (self.at.offset, self.at.size))
+        names: dict[int, str] = {}
+        for i, (t, start) in enumerate(zip(owners, starts, strict=True)):
+            tensor = self.tensors[t]
+            sizes = size[first[i] - low : first[i + 1] - low]
+            if t not in names:
+                names[t] = json.dumps(tensor.name)[:-1]
+            box = ""
+            if named_by_box:
+                offsets = offset[first[i] - low : first[i + 1] - low]
+                box = "[" + ",".join([f"{o}:{o + n}" for o, n in zip(offsets, sizes, strict=True)]) + "]"
+            stop = start + prod(sizes) * ITEM_BYTES[tensor.dtype]
+            shape = ",".join(map(str, sizes))
+            yield (
+                f'{names[t]}{box}":{{"dtype":"{tensor.dtype}","shape":[{shape}],"data_offsets":[{start},{stop}]}}'
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,19 +356,31 @@ class _PiecesOf(Mapping[int, list[PlannedPiece]]):
 def safetensors_header(entries: Iterable[Entry], *, uuid: str, step: int) -> bytes:
     """Length, JSON and padding: the first bytes of a safetensors file. Their number depends on the
     entries alone."""
-    text = safetensors_text(entries, uuid=uuid, step=step)
+    texts = (
+        f"{json.dumps(e.name)}:"
+        + json.dumps(
+            {"dtype": e.dtype, "shape": list(e.shape), "data_offsets": [e.start, e.stop]},
+            separators=(",", ":"),
+        )
+        for e in entries
+    )
+    return _padded(_header_text(texts, uuid=uuid, step=step))
+
+
+def empty_header_chars() -> int:
+    """Characters of a header without entries, its length included."""
+    return 8 + len(_header_text((), uuid="0" * 32, step=0))
+
+
+def _header_text(entries: Iterable[str], *, uuid: str, step: int) -> bytes:
+    about = {"format": "pt", "sirara.step": f"{step:012d}", "sirara.uuid": uuid}
+    head = f'"__metadata__":{json.dumps(about, separators=(",", ":"))}'
+    return ("{" + ",".join([head, *entries]) + "}").encode()
+
+
+def _padded(text: bytes) -> bytes:
     total = -(-(8 + len(text)) // HEADER_ALIGN) * HEADER_ALIGN
     return (total - 8).to_bytes(8, "little") + text.ljust(total - 8)
-
-
-def safetensors_text(entries: Iterable[Entry], *, uuid: str, step: int) -> bytes:
-    """The JSON of a header."""
-    head: dict[str, object] = {
-        "__metadata__": {"format": "pt", "sirara.step": f"{step:012d}", "sirara.uuid": uuid}
-    }
-    for e in entries:
-        head[e.name] = {"dtype": e.dtype, "shape": list(e.shape), "data_offsets": [e.start, e.stop]}
-    return json.dumps(head, separators=(",", ":")).encode()
 
 
 def weight_file(i: int, n: int) -> str:

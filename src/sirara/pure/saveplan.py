@@ -32,8 +32,8 @@ from sirara.pure.planned import (
     PlannedPiece,
     PlannedTensor,
     SavePlan,
+    empty_header_chars,
     safetensors_header,
-    safetensors_text,
     weight_file,
     weight_index,
 )
@@ -187,7 +187,7 @@ class _Files:
         """Adds a file and returns where its data begins."""
         stop = start + size.prod(axis=1) * self._shapes.item[tensor]
         chars = self._chars(tensor, offset, size, start, stop, by_box=by_box)
-        head = -(-(_EMPTY_HEADER + chars) // HEADER_ALIGN) * HEADER_ALIGN
+        head = -(-(empty_header_chars() + chars) // HEADER_ALIGN) * HEADER_ALIGN
         span = (self._entry_count, self._entry_count + len(tensor))
         self._files.append((name, head, head + int(stop[-1]) if len(stop) else head, writer, span))
         self._entries.append((tensor, offset, size, start))
@@ -318,7 +318,6 @@ def _blocks(regions: Regions, source: np.ndarray) -> list[int]:
     return source[regions.block[source] >= 0].tolist()
 
 
-_EMPTY_HEADER = len(safetensors_text((), uuid="0" * 32, step=0)) + 8
 _ENTRY = len(',:{"dtype":"","shape":[],"data_offsets":[,]}')
 _POWERS = 10 ** np.arange(1, 19, dtype=np.int64)
 
