@@ -319,9 +319,20 @@ class Bench:
         import torch.distributed.checkpoint as dcp
 
         from sirara.checkpoint.reader import Snapshot
+        from sirara.checkpoint.share import read_together
+        from sirara.comm.world import World, world_comm
+
+        rank, size = self.rank, self.world
+        world = World(rank=rank, size=size, local_rank=rank, local_size=size, node=0)
+        comm = world_comm(world, timeout_s=60)
+
+        def first_fault(fault):
+            rows = gathered(fault.encode()[:400].ljust(400, b"\0"))
+            return next((text for row in rows if (text := row.rstrip(b"\0").decode())), "")
 
         def ours():
-            Snapshot(self.folder / "ours" / f"step-{1:09d}").read_into(self.state.ranges)
+            snapshot = Snapshot(self.folder / "ours" / f"step-{1:09d}")
+            read_together(snapshot, self.state.plan, self.state.ranges, comm=comm, agree=first_fault)
 
         for n in range(self.rounds + 1):
             self.time("ours", ours)

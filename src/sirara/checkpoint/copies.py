@@ -20,8 +20,8 @@ from sirara.checkpoint.storage import read_at, storage_error
 from sirara.errors import CheckpointError
 from sirara.pure.manifest import Manifest
 
-HOT_BYTES = 2 << 20
-"""Read and hashed at a time from a disk: what was read is still in the core's cache when it is hashed."""
+NEAR_BYTES = 8 << 20
+"""Read and hashed at a time on this machine: few calls, and what was read is still in a cache when it is hashed."""
 
 FAR_BYTES = 16 << 20
 """Asked at a time of another machine: one answer costs a round trip."""
@@ -65,7 +65,7 @@ class Copy(ABC):
 class FolderCopy(Copy):
     """A step folder: the files that the manifest names."""
 
-    batch_bytes = HOT_BYTES
+    batch_bytes = NEAR_BYTES
 
     def __init__(self, path: Path, manifest: Manifest, *, name: str = "disk") -> None:
         self.path, self.name = path, name
@@ -115,7 +115,7 @@ class ImagesCopy(Copy):
         self, name: str, manifest: Manifest, images: Iterable[Image], reader: ImageReader, *, far: bool
     ) -> None:
         self.name = name
-        self.batch_bytes = FAR_BYTES if far else HOT_BYTES
+        self.batch_bytes = FAR_BYTES if far else NEAR_BYTES
         self._manifest, self._reader = manifest, reader
         count = len(manifest.pieces)
         self._rank = np.full(count, -1, np.int64)
