@@ -4,7 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from sirara.checkpoint.reader import Snapshot
+from sirara.config.load import weights_folder
 from sirara.config.schema import RunConfig
 from sirara.errors import CheckpointError
 from sirara.train.own_loop import Trainer
@@ -110,6 +113,24 @@ def save_one(case: Any, stores: str, home: str) -> str:
     trainer.save()
     trainer.batches.close()
     return str(trainer.run.path)
+
+
+def test_a_run_can_be_what_a_model_begins_from(stores: Path, tmp_path: Path) -> None:
+    make_run(tmp_path)
+    run = Path(save_one(BASE, str(stores), str(tmp_path)))
+    step = run / "checkpoints" / "step-000000001"
+    assert weights_folder(run) == weights_folder(step) == step
+    assert weights_folder(tmp_path) == tmp_path
+    with Tiers(model={"from": str(run)}):
+        trainer = open_trainer(BASE, stores, 4)
+    trainer.start()
+    saved = Snapshot(step)
+    assert all(
+        torch.equal(r.data.view(-1), saved.read(r.tensor).view(-1))
+        for r in trainer.state.ranges()
+        if "/" not in r.tensor
+    )
+    trainer.batches.close()
 
 
 def test_weights_of_a_run_are_taken_by_another_layout_strictly(stores: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sirara.checkpoint.space import Seats, check_before_training, planned_needs
 from sirara.config.check import SIZES, check_layout, check_nodes, frozen_names, value_of
-from sirara.config.load import model_shape
+from sirara.config.load import model_shape, weights_folder
 from sirara.config.run_folder import RunFolder
 from sirara.config.schema import RunConfig
 from sirara.data.sources import check_vocab, open_sources, tokenizer_of
@@ -34,7 +34,7 @@ def preflight(config: RunConfig, *, starts: bool) -> ModelShape:
                 f"{store.path} has {store.tokens} tokens; there is nothing to predict", code="SR306"
             )
     folder = config.model.from_
-    if starts and folder is not None and not (Path(folder) / "config.json").is_file():
+    if starts and folder is not None and not (weights_folder(Path(folder)) / "config.json").is_file():
         raise ConfigError(
             f"model.from={folder} is no Hugging Face folder: there is no config.json", code="SR101"
         )

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from sirara.config.check import REQUIRED_SIZES, SIZES, check_layout
 from sirara.config.complain import complaint
+from sirara.config.run_folder import RunFolder
 from sirara.config.schema import ON_PAPER, ModelConfig, RunConfig
 from sirara.config.yaml_file import KeyPath, dump_yaml, parse_yaml, read_yaml
 from sirara.errors import ConfigError
@@ -93,7 +94,7 @@ def model_shape(config: RunConfig, tokenizer_vocab: int | None) -> ModelShape:
 
 def _shape(model: ModelConfig, *, vocab: int | None) -> ModelShape:
     if model.from_ is not None and model.layers is None:
-        return _shape_of_folder(Path(model.from_))
+        return _shape_of_folder(weights_folder(Path(model.from_)))
     given: dict[str, Any] = {name: getattr(model, name) for name in SIZES if getattr(model, name) is not None}
     if model.rope_scaling is not None:
         given["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
@@ -120,6 +121,15 @@ def _resized(preset: ModelShape, given: dict[str, Any]) -> ModelShape:
     if "hidden" in given:
         derived["ffn"] = 0
     return replace(preset, **{**derived, **given})
+
+
+def weights_folder(folder: Path) -> Path:
+    """The Hugging Face folder that `model.from` means: itself, or the newest committed step of a run's folder."""
+    if (folder / "config.json").exists() or not (folder / "checkpoints").is_dir():
+        return folder
+    run = RunFolder(folder)
+    steps = run.committed_steps()
+    return run.checkpoints / f"step-{steps[-1]:09d}" if steps else folder
 
 
 def _shape_of_folder(folder: Path) -> ModelShape:
@@ -269,7 +279,7 @@ def _fill_in_sizes(model: Any) -> None:
     """Writes the sizes of the folder `model.from` beside it: a run must not need the folder for ever."""
     if not isinstance(model, dict) or not isinstance(model.get("from"), str) or model.get("preset"):
         return
-    folder = Path(model["from"])
+    folder = weights_folder(Path(model["from"]))
     complete = all(model.get(name) is not None for name in (*REQUIRED_SIZES, "vocab"))
     if complete and not folder.exists():
         return

@@ -34,7 +34,7 @@ from sirara.checkpoint.partial import WeightsReport
 from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.restore import Restorer
 from sirara.comm.world import World, connect, connect_axes, disconnect
-from sirara.config.load import model_shape
+from sirara.config.load import model_shape, weights_folder
 from sirara.config.run_folder import RunFolder
 from sirara.config.schema import RunConfig
 from sirara.data.batches import Batches, EvalBatches
@@ -150,7 +150,7 @@ class Trainer:
             )
         self._open_data(None)
         if self.config.model.from_ is not None:
-            reader = HfReader(self.config.model.from_)
+            reader = HfReader(weights_folder(Path(self.config.model.from_)))
             self.state.zero.initialise(lambda spec, a, b: reader.read_slice(spec.name, a, b))
         else:
             self.state.zero.initialise(self._drawn)
