@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -547,6 +548,8 @@ def main():
     args = parser.parse_args()
     if args.worker:
         return work(json.loads(args.worker))
+    # A timeout ends it with SIGTERM; ranks and files must go then as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-bench-", dir=args.folder))
     spec = {"ranks": 2, "threads": 1, "gib": args.gib, "rounds": args.rounds, "folder": str(folder)}
     found = {}
