@@ -21,6 +21,8 @@ UP_HALF_BYTES = 12e6
 OUT_HALF_BYTES = 40e6
 UP_LATENCY_S = 6e-6
 OUT_LATENCY_S = 12e-6
+WAVE_S = 1.4e-6
+"""What a wave of tiles takes beside its products: first loads and last stores."""
 KERNEL_S = 2.5e-6
 """A kernel's way in and out of the device."""
 CPU_ADAM_PER_S = 1.6e9
@@ -33,16 +35,16 @@ class Constants:
 
     matmul: float = 0.9
     """Share of the achievable rate (a single large matmul's) that matmuls of a training step reach."""
-    depth_half: float = 60.0
-    """Inner dimension at which a matmul reaches half of its rate."""
     quantised: float = 0.7
     """How much of the loss of unfilled tiles and waves is real: exponent, 0 none, 1 all."""
-    grouped: float = 0.75
+    grouped: float = 0.8
     """Rate of grouped matmuls of experts, as a share of a single one's."""
     attention: float = 0.9
     """Share of the table's attention rate that is reached."""
     traffic: float = 1.3
     """Bytes that element-wise operations move, over those that they must."""
+    sync_s: float = 0.05e-3
+    """What ranks wait for each other at a blocking collective, per doubling of ranks."""
     host_s: float = 0.6e-3
     """Host time to launch one block's forward, one kernel per operation."""
     network: float = 0.6
@@ -71,7 +73,7 @@ class Constants:
 
 
 TIME = (
-    "matmul", "depth_half", "quantised", "grouped", "attention", "traffic", "host_s", "network", "all_to_all",
+    "matmul", "quantised", "grouped", "attention", "traffic", "sync_s", "host_s", "network", "all_to_all",
     "tp_hidden", "slowed", "jitter",
 )  # fmt: skip
 MEMORY = ("fragmentation", "flat_buffer_bytes")

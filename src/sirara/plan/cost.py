@@ -21,6 +21,7 @@ from sirara.plan.constants import Constants
 from sirara.plan.hardware import DTYPES, Table
 from sirara.plan.points import (
     Attention,
+    Kind,
     Launch,
     Loss,
     Points,
@@ -144,7 +145,7 @@ def _rates(p: Points, hw: Table, k: Constants) -> _Rates:
 
 def _matmul(
     r: _Rates, k: Constants, m: Floats, n: Floats, depth: Floats, *, batch: Floats | float = 1.0,
-    rate: Floats | None = None, element: Floats | float = 2.0,
+    rate: Floats | None = None, element: Floats | float = 2.0, out: float = 2.0,
 ) -> Floats:  # fmt: skip
     """Seconds of `batch` products [m, depth] x [depth, n]; 0 where one of them is empty."""
     rate = r.matmul if rate is None else rate
@@ -156,8 +157,10 @@ def _matmul(
         np.maximum(best, share * filled, out=best)
     best = np.minimum(1.0, np.maximum(best, 1e-3)) ** k.quantised
     flops = 2 * m * n * depth * batch
-    compute = flops / (rate * best * (depth / (depth + k.depth_half)))
-    moved = (element * (m * depth + depth * n) + 2 * m * n) * batch / r.hbm
+    # The first loads and the last stores of a tile cost as much as this many more of its inner dimension.
+    extra = c.WAVE_S * rate / r.units / (2 * 256 * 128)
+    compute = flops / (rate * best) * ((depth + extra) / np.maximum(depth, 1.0))
+    moved = (element * (m * depth + depth * n) + out * m * n) * batch / r.hbm
     return np.where(flops > 0, np.maximum(compute, moved) + c.KERNEL_S, 0.0)
 
 
@@ -170,7 +173,8 @@ def _linear(
     wide = np.where(p.dtype >= DTYPES.index("fp8"), 1.0, 2.0)
     forward = _matmul(r, k, tokens, columns, depth, batch=batch, rate=rate, element=wide)
     back = _matmul(r, k, tokens, depth, columns, batch=batch, rate=rate, element=wide)
-    weight = _matmul(r, k, depth, columns, tokens, batch=batch, rate=rate, element=wide)
+    # Weight gradients are added to fp32 sums, which are read and written.
+    weight = _matmul(r, k, depth, columns, tokens, batch=batch, rate=rate, element=wide, out=8.0)
     return forward, back, np.where(p.lora > 0, 0.0, weight)
 
 
@@ -273,12 +277,15 @@ def _mixture_block(p: Points, r: _Rates, k: Constants) -> _Block | None:
     parts = [att[i] + up[i] + down[i] + up_s[i] + down_s[i] for i in (0, 1)]
     forward, backward = _moved(p, r, k, shared + p.topk * f, tokens=t)
     # Tokens are copied to where their experts read them, and back; the router writes scores in fp32.
-    permuted = (routed * h * 2 * 4 + t * p.experts * 12 / p.tp) * k.traffic / r.hbm
+    permuted = routed * h * 2 * 4 + t * p.experts * 12 / p.tp
+    # An expert's bias is added per expert: split, add, join, for both of its layers.
+    permuted = permuted + p.bias * routed * (8 * (1 + p.gated) * f + 8 * h)
+    permuted = permuted * k.traffic / r.hbm
     return _Block(
         matmul=(parts[0], parts[1] + weights),
         attention=_scores(p, r, k),
         moved=(forward + permuted, backward + 1.2 * permuted),
-        host=_host(p, k, kernels=2.0),
+        host=_host(p, k, kernels=5.0),
         weights=weights,
     )
 
@@ -322,7 +329,8 @@ def _tp_s(p: Points, r: _Rates, k: Constants) -> Floats:
     """Tensor-parallel traffic of one block's forward (and, once more, of its backward): two all-reduces."""
     size = 2 * p.tokens * p.hidden
     within = _per_domain(r.domain, np.ones(len(p)), p.tp)
-    return 4 * _gather_s(r, k, size, p.tp, within)
+    waits = k.sync_s * np.log2(p.tp) * np.where(p.launch == Launch.GRAPHS, 0.2, 1.0)
+    return 4 * _gather_s(r, k, size, p.tp, within) + 2 * waits
 
 
 def _cp_s(p: Points, r: _Rates, k: Constants) -> Floats:
@@ -340,6 +348,7 @@ def _ep_s(p: Points, r: _Rates, k: Constants) -> Floats:
     size = tokens * p.topk * p.hidden * 2
     # A token for several experts of one node crosses the network once.
     met = nodes * (1 - (1 - 1 / nodes) ** p.topk)
+    met = np.where(p.node_limit > 0, np.minimum(met, p.node_limit), met)
     copies = np.where(p.dedup > 0, np.minimum(met, p.topk), p.topk)
     away = tokens * copies * p.hidden * 2 * (nodes - 1) / nodes
     links = size * (within - 1) / np.maximum(within, 1) / (r.up * k.all_to_all)
@@ -387,16 +396,20 @@ class _Paced:
 
 def _paced(p: Points, r: _Rates, k: Constants, b: _Block, *, mixture: bool) -> _Paced:
     full = (p.recompute & _FULL) > 0
-    forward = _smooth_max(b.work(0), b.host[0])
-    backward = _smooth_max(b.work(1), b.host[1])
-    again = p.recompute_share * np.where(full, forward, _partly(p, b))
-    tp = _tp_s(p, r, k) * (2 + full * p.recompute_share)
-    cp = _cp_s(p, r, k) * (3 + full * p.recompute_share)
-    ep = _ep_s(p, r, k) * (2 + full * p.recompute_share) if mixture else np.zeros(len(p))
-    hidden_tp = tp * k.tp_hidden * p.tp_overlap
+    passes = 2 + full * p.recompute_share
+    tp_pass = _tp_s(p, r, k)
+    ep_pass = _ep_s(p, r, k) if mixture else np.zeros(len(p))
+    cp = _cp_s(p, r, k) * (1 + passes)
+    hidden_tp = tp_pass * passes * k.tp_hidden * p.tp_overlap
     # A ring passes keys on while scores of the last ones are computed.
     hidden_cp = np.minimum(cp, 0.8 * (b.attention[0] + b.attention[1]))
-    hidden_ep = np.minimum(ep * 0.8, 0.6 * (forward + backward)) * p.ep_overlap
+    hidden_ep = np.minimum(ep_pass * 0.8, 0.3 * (b.work(0) + b.work(1))) * passes * p.ep_overlap
+    tp, ep = tp_pass * passes, ep_pass * passes
+    # The device waits for the host or the host for the device, whichever has more to do; traffic is the device's.
+    sent = (tp - hidden_tp + ep - hidden_ep) / passes
+    forward = _smooth_max(b.work(0) + sent, b.host[0]) - sent
+    backward = _smooth_max(b.work(1) + sent, b.host[1]) - sent
+    again = p.recompute_share * np.where(full, forward, _partly(p, b))
     return _Paced(
         forward=forward, again=again, backward=backward, tp=tp - hidden_tp, cp=cp - hidden_cp, ep=ep - hidden_ep,
         hidden_tp=hidden_tp, hidden_cp=hidden_cp, hidden_ep=hidden_ep,
@@ -550,11 +563,17 @@ def _reduced(
         )
 
     reduce = both(p.reduce_bytes)
+    # DeepSpeed's optimizers of that time all-reduced whole gradients before they cut them.
+    reduce = reduce * np.where((p.kind == Kind.DEEPSPEED) & (p.zero >= 1), 2.0, 1.0)
     back = np.where(p.zero >= 1, both(p.gather_bytes), reduce)
     per_step = (p.zero < 2) | ((p.zero < 3) & (p.microbatches <= 1) & (p.dp_overlap > 0))
     total = np.where(p.zero < 2, reduce + back, np.where(p.zero < 3, back, 0.0))
+    # A tied table is on the first and the last stage, whose gradients are added.
+    table = p.vocab * p.hidden / p.tp * p.reduce_bytes * trained
+    near = np.where(p.gpus <= r.domain, 2.0, 1.0)
+    tie = np.where((p.tied > 0) & (p.pp > 1), 2 * _gather_s(r, k, table, 2.0 * np.ones(len(p)), near), 0.0)
     hidden = np.where(per_step, np.minimum(total * 0.9, last_backward * p.pp) * p.dp_overlap, 0.0)
-    return total - hidden, hidden
+    return total - hidden + tie, hidden
 
 
 def _updated(p: Points, r: _Rates, s: Stages, z: Sizes) -> tuple[Floats, Floats]:

@@ -20,7 +20,7 @@ from sirara.plan.points import Points
 Floats = NDArray[np.float64]
 
 SPREAD = {
-    "matmul": 0.3, "depth_half": 0.7, "quantised": 0.5, "grouped": 0.4, "attention": 0.4, "traffic": 0.4,
+    "matmul": 0.3, "sync_s": 0.7, "quantised": 0.5, "grouped": 0.4, "attention": 0.4, "traffic": 0.4,
     "host_s": 0.7, "network": 0.4, "all_to_all": 0.5, "tp_hidden": 0.4, "slowed": 0.5, "jitter": 0.7,
 }  # fmt: skip
 """How far, in logarithms, a constant is thought to be from where it starts."""

@@ -94,7 +94,7 @@ _DEFAULTS: dict[str, float] = {
     "layers": 1, "hidden": 64, "ffn": 256, "heads": 1, "kv_heads": 0, "head_dim": 0, "vocab": 256, "seq": 128,
     "gated": 0, "tied": 0, "learned": 0, "layer_norm": 0, "bias": 0, "dropout": 0,
     "experts": 0, "topk": 0, "expert_ffn": 0, "shared_ffn": 0, "dense_layers": 0, "dense_ffn": 0,
-    "q_rank": 0, "kv_rank": 0, "rope_dim": 0, "predict_ahead": 0, "window": 0, "window_share": 0,
+    "q_rank": 0, "kv_rank": 0, "rope_dim": 0, "predict_ahead": 0, "node_limit": 0, "window": 0, "window_share": 0,
     # the layout
     "tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "dp": 1, "zero": 0, "micro_batch": 1, "global_batch": 1,
     "recompute": 0, "recompute_share": 1, "schedule": 1, "sequence_parallel": 0, "split_counts_ends": 0,
@@ -122,7 +122,8 @@ class Points:
     experts, topk, expert_ffn, shared_ffn: routed experts, experts per token, width of one, total width of the shared.
     dense_layers, dense_ffn: how many first layers of a mixture have a dense MLP, and its width.
     q_rank, kv_rank, rope_dim: ranks of latent attention and its rotary part; kv_rank 0: plain attention.
-    predict_ahead: blocks on the last stage that predict further tokens.  window, window_share: tokens that windowed
+    predict_ahead: blocks on the last stage that predict further tokens.  node_limit: how many nodes a token's experts
+    may be on, 0: any.  window, window_share: tokens that windowed
     layers see, and their share.
     sequence_parallel: what lies between tensor-parallel layers is split over tp.  split_counts_ends: embedding and
     head count as one layer each in the split over stages.  recompute_share: share of the blocks that recompute.
@@ -159,6 +160,7 @@ class Points:
     kv_rank: Floats
     rope_dim: Floats
     predict_ahead: Floats
+    node_limit: Floats
     window: Floats
     window_share: Floats
     tp: Floats

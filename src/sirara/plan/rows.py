@@ -61,12 +61,12 @@ class _Refused(Exception):
 # on the Hugging Face hub, as in configs/models of github.com/MooreThreads/SimuMax.
 _LATENT = {"q_rank": 1536, "kv_rank": 512, "rope_dim": 64, "head_dim": 128}
 _MODELS: tuple[tuple[str, dict[str, float]], ...] = (
-    (r"deepseek[ _-]?v3", {**_LATENT, "shared_ffn": 2048, "dense_layers": 3, "dense_ffn": 18432, "predict_ahead": 1}),
-    (r"deepseek[ _-]?v2", {**_LATENT, "shared_ffn": 3072, "dense_layers": 1, "dense_ffn": 12288}),
+    (r"deepseek[ _-]?v3", {**_LATENT, "shared_ffn": 2048, "dense_layers": 3, "dense_ffn": 18432, "predict_ahead": 1, "node_limit": 4}),
+    (r"deepseek[ _-]?v2", {**_LATENT, "shared_ffn": 3072, "dense_layers": 1, "dense_ffn": 12288, "node_limit": 3}),
     (r"kimi[ _-]?k2", {**_LATENT, "shared_ffn": 2048, "dense_layers": 1, "dense_ffn": 18432, "layers": 61,
                        "hidden": 7168, "ffn": 2048, "heads": 64, "kv_heads": 64, "vocab": 163840, "experts": 384,
                        "topk": 8}),
-    (r"gpt[ _-]?oss", {"head_dim": 64, "window": 128, "window_share": 0.5}),
+    (r"gpt[ _-]?oss", {"head_dim": 64, "bias": 1, "window": 128, "window_share": 0.5}),
     (r"qwen3", {"head_dim": 128}),
 )  # fmt: skip
 
@@ -229,12 +229,13 @@ def _model(row: Mapping[str, str], c: dict[str, Any], framework: str, assumed: l
     c["expert_ffn"] = c["ffn"] if moe else 0.0
     c["kv_heads"] = 0.0 if np.isnan(c["kv_heads"]) else c["kv_heads"]
     for key in ("head_dim", "q_rank", "kv_rank", "rope_dim", "shared_ffn", "dense_ffn", "dense_layers",
-                "predict_ahead", "window", "window_share"):  # fmt: skip
+                "predict_ahead", "node_limit", "window", "window_share"):  # fmt: skip
         c[key] = float(extra.get(key, 0.0))
     if "reduced layers" in (row.get("notes") or ""):
         c["dense_layers"], c["predict_ahead"] = min(1.0, c["dense_layers"]), 0.0
     c["dropout"] = float(old and framework != "offload")
-    c["layer_norm"] = c["bias"] = float(not gated)
+    c["layer_norm"] = float(not gated)
+    c["bias"] = float(extra.get("bias", not gated))
     c["tied"] = float(not gated or _is_tied(row, c))
     c["learned"] = float(old and "bloom" not in (row.get("source") or "").lower())
 
@@ -254,6 +255,11 @@ def _layout(row: Mapping[str, str], c: dict[str, Any], framework: str, assumed: 
     for key in ("tp", "pp", "vpp", "cp", "ep"):
         value = _number(row.get(key))
         c[key] = 1.0 if np.isnan(value) else value
+    if np.isnan(_number(row.get("vpp"))) and "interleaved" in (row.get("schedule_or_impl") or "") and c["pp"] > 1:
+        each = c["layers"] / c["pp"]
+        if each == int(each):
+            c["vpp"] = each / 2 if each % 2 == 0 else each
+            assumed.append("vpp: two blocks to a chunk")
     gpus = _number(row.get("gpus"))
     if np.isnan(gpus):
         raise _Refused("gpus are not stated")
@@ -313,7 +319,8 @@ def _conventions(row: Mapping[str, str], c: dict[str, Any], framework: str, assu
     )  # fmt: skip
     fused = framework in ("te-plain", "megatron", "nemo", "bridge", "automodel") or "compile" in text
     c["launch"] = int(Launch.FUSED if fused else Launch.EAGER)
-    if framework == "bridge" and (c["experts"] > 0 or "sft" in text):
+    if framework == "bridge" and find(row["gpu_type"]).domain == 72:
+        # The recipes replay graphs where a rack is one scale-up domain (scripts/performance of Megatron-Bridge).
         c["launch"] = int(Launch.GRAPHS)
     modern = framework in ("te-plain", "megatron", "nemo", "bridge", "nanotron")
     c["sequence_parallel"] = float(modern and c["tp"] > 1)
@@ -321,7 +328,8 @@ def _conventions(row: Mapping[str, str], c: dict[str, Any], framework: str, assu
     c["tp_overlap"] = c["dp_overlap"] = c["pp_overlap"] = float(overlap)
     c["ep_overlap"] = 0.0
     c["dedup"] = float(framework in ("bridge", "automodel"))
-    c["scatter_gather"] = float(framework not in ("old",) or "2021" in (row.get("source") or ""))
+    # Megatron's pipeline and DeepSpeed's both cut a boundary tensor over tensor-parallel ranks.
+    c["scatter_gather"] = 1.0
     _bytes(row, c, framework)
 
 
@@ -331,7 +339,7 @@ def _bytes(row: Mapping[str, str], c: dict[str, Any], framework: str) -> None:
     if framework in ("old", "zb", "offload"):
         # DeepSpeed's bf16 optimizer keeps 16-bit gradients and their fp32 sum.
         grad = 6.0 if "fp32 grad" in precision else 2.0
-        reduce = 2.0
+        reduce = 4.0 if "fp32 grad" in precision else 2.0
     elif framework in ("foundry", "titan", "automodel"):
         weight, grad, optim = 4.0, 4.0, 8.0
         pure = "pure" in (row.get("schedule_or_impl") or "").lower()

@@ -1,0 +1,271 @@
+"""What each pipeline rank of one layout holds between and during steps, counted with the executor's own rules.
+
+    units of a stage     pure/split.py          flat groups, shards, padding      pure/groups.py
+    alive microbatches   pure/simulate.py       buffers of the reduction tree     pure/tree.py, played here
+
+What blocks keep for backward comes from `memory.py`, asked for a stage of one block and one of two.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sirara.config.check import frozen_names
+from sirara.config.schema import RunConfig
+from sirara.plan.buffers import Buffers, buffers_of
+from sirara.plan.constants import Constants
+from sirara.plan.from_config import AUTO_DEPTH, STATES, WEIGHT_BYTES, stage_units
+from sirara.plan.hardware import Table
+from sirara.plan.memory import memory
+from sirara.plan.points import Points, concatenate
+from sirara.pure.families import ModelShape, UnitSpec, unit_specs, with_frozen
+from sirara.pure.groups import ALIGN, Group, flat_groups
+from sirara.pure.schedule import Schedule, rank_of, schedule
+from sirara.pure.simulate import Costs, simulate
+from sirara.pure.tree import Deal, deal
+
+MOST_SIMULATED = 4
+"""Microbatches per pipeline rank and chunk that are played at most: what is alive at once does not grow after them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes on one pipeline rank, by what they are for; `units`: of each of its chunks."""
+
+    rank: int
+    blocks: int
+    units: tuple[range, ...]
+    weights: int
+    masters: int
+    optimizer: int
+    gradients: int
+    """Sums of gradients, partial sums of the tree, and what is exchanged."""
+    window: int
+    """Gathered weights of ZeRO 3."""
+    activations: float
+    loss: float
+    transient: float
+    alive: float
+    """Microbatches whose activations are held at once, in stages of this rank's whole depth."""
+
+    @property
+    def static(self) -> int:
+        """What lives on between steps."""
+        return self.weights + self.masters + self.optimizer + self.gradients + self.window
+
+    @property
+    def step(self) -> float:
+        """The peak of a step."""
+        return self.static + self.activations + max(self.loss, self.transient)
+
+    def phases(self) -> dict[str, float]:
+        """Allocated bytes at the peak of each phase of a run.
+
+        start: initial values are drawn for one slab at a time.  save: weights and state are copied to the host, piece
+        by piece.  resume: as start.  evaluation: a forward of one microbatch, nothing kept.
+        """
+        state = self.weights + self.masters + self.optimizer + self.window
+        return {
+            "start": state,
+            "step": self.step,
+            "checkpoint save": self.static,
+            "resume": state,
+            "evaluation": self.static + max(self.loss, self.transient),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """One layout's pipeline ranks, and how its microbatches are dealt and scheduled."""
+
+    stages: tuple[StageMemory, ...]
+    deal: Deal
+    table: Schedule
+    """Of at most MOST_SIMULATED microbatches per stage."""
+    places: int
+    parameters: int
+    """Of the busiest rank."""
+
+    @property
+    def busiest(self) -> StageMemory:
+        return max(self.stages, key=lambda s: s.step)
+
+
+def held(config: RunConfig, shape: ModelShape, point: Points, hardware: Table, constants: Constants) -> Held:
+    """The memory of every pipeline rank.
+
+    Args:  point: of this configuration, one entry.
+    """
+    m, dp, tp = config.mesh, int(point.dp[0]), int(point.tp[0])
+    units = specs_of(config, shape)
+    split = stage_units(config, shape)
+    microbatches = config.train.global_batch // config.train.micro_batch
+    deepest = 0 if m.zero >= 2 else AUTO_DEPTH
+    dealt = deal(microbatches, dp, m.block, max_k=deepest)
+    if m.block == "auto":
+        dealt = Deal(microbatches=microbatches, dp=dp, k=int(point.block[0]))
+    played = min(dealt.places, MOST_SIMULATED * m.stages)
+    if m.schedule == "interleaved" and dealt.places % m.pp == 0:
+        played = max(m.pp, played // m.pp * m.pp)
+    table = schedule(m.schedule, ranks=m.pp, chunks=m.chunks, microbatches=played)
+    alive = simulate(table, Costs.uniform(table.stages)).live_peak
+    groups = flat_groups(units, tp=tp, sequence=m.sequence_parallel)
+    block = _block_bytes(point, hardware, constants)
+    buffers = buffers_of(dealt, lean=m.zero >= 2, fast=config.numerics == "fast", same=_same(config))
+    stages = tuple(
+        _stage(config, rank, split, groups, dealt, buffers, block, alive[rank] / m.chunks)
+        for rank in range(m.pp)
+    )
+    here = max(
+        sum(g.numel for g in groups if any(u.unit in r for u in g.uses for r in s.units)) for s in stages
+    )
+    return Held(stages=stages, deal=dealt, table=table, places=dealt.places, parameters=here)
+
+
+def specs_of(config: RunConfig, shape: ModelShape) -> tuple[UnitSpec, ...]:
+    """The model's units, frozen tensors marked."""
+    units = unit_specs(shape)
+    return with_frozen(units, frozen_names(config.train.freeze, units)) if config.train.freeze else units
+
+
+def _same(config: RunConfig) -> bool:
+    return config.train.precision in ("fp64", "fp32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """Bytes that one block keeps of one microbatch, and what a stage holds beside its blocks."""
+
+    kept: float
+    whole: float
+    """The same of a block that is not computed again."""
+    embedding: float
+    working: float
+    loss: float
+
+
+def _block_bytes(p: Points, hardware: Table, constants: Constants) -> _Block:
+    """Asks the memory model for stages of one and two blocks, one microbatch alive."""
+    alone = p.with_(
+        pp=1, vpp=1, schedule=1, layers=1, global_batch=p.micro_batch * p.dp, offload_activations=0
+    )
+    recomputed = alone.with_(recompute_share=1)
+    two = recomputed.with_(layers=2)
+    plain = alone.with_(recompute=0)
+    no_head = alone.with_(vocab=1)
+    m = memory(concatenate([recomputed, two, plain, plain.with_(layers=2), no_head]), hardware, constants)
+    kept = float(m.activations[1] - m.activations[0])
+    on_host = 0.1 if p.offload_activations[0] > 0 else 1.0
+    return _Block(
+        kept=kept * on_host,
+        whole=float(m.activations[3] - m.activations[2]) * on_host,
+        embedding=max(0.0, float(m.activations[0]) - kept),
+        working=float(m.transient[4]),
+        loss=float(m.transient[0]),
+    )
+
+
+def _stage(
+    config: RunConfig,
+    rank: int,
+    split: Sequence[range],
+    groups: Sequence[Group],
+    dealt: Deal,
+    buffers: Buffers,
+    block: _Block,
+    alive: float,
+) -> StageMemory:
+    m = config.mesh
+    mine = [r for stage, r in enumerate(split) if rank_of(m.schedule, m.pp, stage) == rank]
+    last = split[-1].stop - 1
+
+    def here(unit: int) -> bool:
+        return any(unit in r for r in mine)
+
+    held_groups = [g for g in groups if any(here(use.unit) for use in g.uses)]
+    weights = masters = optimizer = 0
+    offloaded = config.offload.optimizer != "none"
+    sums = 8 if config.train.precision == "fp64" else 4
+    for g in held_groups:
+        shard = g.shard_numel(dealt.dp)
+        own = _bytes_of(config, g)
+        weights += own * shard * (1 if m.zero >= 3 else dealt.dp)
+        updated = shard * (dealt.dp if m.zero == 0 else 1)
+        if g.trainable and here(g.uses[0].unit) and not offloaded:
+            masters += sums * updated * (own < sums)
+            optimizer += _states(config, g) * sums * updated
+    blocks = sum(len(r) - (0 in r) - (last in r) for r in mine)
+    return StageMemory(
+        rank=rank,
+        blocks=blocks,
+        units=tuple(mine),
+        weights=weights,
+        masters=masters,
+        optimizer=optimizer,
+        gradients=0 if offloaded else _gradients(config, held_groups, here, dealt, buffers),
+        window=_window(config, mine, held_groups, dealt, last) if m.zero >= 3 else 0,
+        activations=_activations(config, blocks, here(0), block, alive, len(mine)),
+        loss=block.loss if here(last) else 0.0,
+        transient=block.working,
+        alive=alive,
+    )
+
+
+def _activations(
+    config: RunConfig, blocks: int, first: bool, block: _Block, alive: float, chunks: int
+) -> float:
+    recompute = config.train.recompute
+    again = blocks if not isinstance(recompute, int) else min(blocks, recompute * chunks)
+    kept = again * block.kept + (blocks - again) * block.whole
+    return alive * (kept + first * block.embedding)
+
+
+def _bytes_of(config: RunConfig, group: Group) -> int:
+    known = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+    return known[group.dtype] if group.dtype else WEIGHT_BYTES[config.train.precision]
+
+
+def _states(config: RunConfig, group: Group) -> int:
+    matrices = group.decay and group.unit > 0 and "block" in group.name
+    return 1 if config.train.optimizer.name == "muon" and matrices else STATES[config.train.optimizer.name]
+
+
+def _window(config: RunConfig, mine: Sequence[range], groups: Sequence[Group], dealt: Deal, last: int) -> int:
+    """Places of gathered weights, as `parallel/window.py` lays them out."""
+    order = sorted(unit for r in mine for unit in r)
+    length: dict[int, int] = dict.fromkeys(order, 0)
+    for g in groups:
+        nbytes = g.shard_numel(dealt.dp) * dealt.dp * _bytes_of(config, g)
+        for use in g.uses:
+            if use.unit in length:
+                length[use.unit] += -(-nbytes // ALIGN) * ALIGN
+    if config.mesh.gather == "step":
+        return sum(length.values())
+    place = {unit: n % 2 for n, unit in enumerate(order)}
+    ends = order[0] == 0 and order[-1] == last
+    if ends and len(order) > 2 and place[order[-1]] != place[order[0]]:
+        place[order[-1]], place[order[-2]] = place[order[0]], 1 - place[order[0]]
+    return sum(max((length[u] for u in order if place[u] == p), default=0) for p in (0, 1))
+
+
+# ---- buffers of gradient sums
+
+
+def _gradients(config: RunConfig, groups: Sequence[Group], here, dealt: Deal, buffers: Buffers) -> int:  # noqa: ANN001
+    """Bytes of all sums of a rank; from ZeRO 2 on full buffers are shared, and two units have them at a time."""
+    sums = 8 if config.train.precision == "fp64" else 4
+    total, full = 0, set[tuple[int, int]]()
+    for g in groups:
+        if not g.trainable:
+            continue
+        shard, leaf = g.shard_numel(dealt.dp), _bytes_of(config, g)
+        uses = sum(here(use.unit) for use in g.uses)
+        nbytes = shard * (buffers.shard_leaf * leaf + buffers.shard_sum * sums)
+        # ZeRO 0 gathers the summed shards again: in a buffer that sums were made in, where there is one.
+        nbytes += shard * dealt.dp * sums * (config.mesh.zero == 0 and dealt.dp > 1 and not buffers.full_sum)
+        total += uses * nbytes
+        full.add((shard * dealt.dp, leaf))
+        whole = buffers.full_leaf * leaf + buffers.full_sum * sums
+        total += uses * shard * dealt.dp * whole
+    for numel, leaf in full:
+        total += numel * (buffers.once_leaf * leaf + buffers.once_sum * sums)
+    return total
