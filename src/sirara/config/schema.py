@@ -308,7 +308,7 @@ class CheckpointConfig(Section):
     keep_best: str | None = Field(
         default=None, description="eval/<set>/loss: the step where it was lowest is kept"
     )
-    async_: bool = Field(default=False, alias="async", description="train on while a save is written")
+    async_: bool = Field(default=True, alias="async", description="train on while a save is written")
     when_busy: Literal["queue", "skip", "wait"] = Field(
         default="queue",
         description="a save is due while one is being written: save at the first step after it, not at all, or wait",
