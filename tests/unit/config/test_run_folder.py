@@ -32,6 +32,21 @@ print("ready", flush=True)
 signal.pause()
 """
 
+WRITER = """
+import signal, sys
+from sirara.config.run_folder import RunFolder
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+run = RunFolder(sys.argv[1])
+run.record_process(1, role="writer", rank=0)
+print("ready", flush=True)
+if sys.argv[2] == "endless":
+    signal.pause()
+while next(iter(run.processes(1, role="worker"))).alive:  # it fed this one, so it is ended first
+    pass
+run.check_attempt(1)
+(run.path / "committed").write_text("by attempt 1")
+"""
+
 
 @dataclass(frozen=True)
 class Named:
@@ -173,6 +188,22 @@ def test_processes_that_an_older_attempt_left_alive_are_ended(run, start, kind):
     assert said == "ready"
     assert RunFolder(run.path).begin_attempt(grace_s=0.3) == 2
     assert worker.wait(timeout=5) == (-signal.SIGTERM if kind == "polite" else -signal.SIGKILL)
+
+
+def test_a_writer_of_an_older_attempt_commits_what_it_has_before_the_next_attempt_begins(run, start):
+    run.begin_attempt()
+    worker, _ = start(WORKER, run.path, 1, "willing")
+    start(WRITER, run.path, "ending")
+    assert run.begin_attempt() == 2
+    assert (run.path / "committed").read_text() == "by attempt 1"
+    assert worker.wait(5) == -signal.SIGTERM
+
+
+def test_a_writer_that_does_not_end_is_ended(run, start):
+    run.begin_attempt()
+    writer, _ = start(WRITER, run.path, "endless")
+    assert run.begin_attempt(writers_s=0.2, grace_s=0.2) == 2
+    assert writer.wait(5) == -signal.SIGKILL
 
 
 def test_a_process_that_reused_a_recorded_pid_is_left_alone(run, start):
