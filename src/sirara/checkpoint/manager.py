@@ -23,23 +23,23 @@ from sirara.checkpoint.arena import memory_root, reap
 from sirara.checkpoint.background import Background
 from sirara.checkpoint.commit import Committer
 from sirara.checkpoint.deciding import Move, Row, first_fault, joint, ordered, own_move
+from sirara.checkpoint.in_line import InLine, SaveTimes, State
 from sirara.checkpoint.job import JobEnd, KeeperSettings, SaveJob, SaveOutcome, TierResult
 from sirara.checkpoint.link import own_host
 from sirara.checkpoint.nodes import is_node_tier
-from sirara.checkpoint.ranges import NamedRange, Sources, check_ranges, dtype_name
+from sirara.checkpoint.ranges import NamedRange, check_ranges, dtype_name
 from sirara.checkpoint.readback import committed_manifest
 from sirara.checkpoint.reader import Snapshot
-from sirara.checkpoint.report import assemble, report_name, tell_committer, wait_for_reports
+from sirara.checkpoint.report import tell_committer
 from sirara.checkpoint.restore import Candidate, Restored, read_first
 from sirara.checkpoint.space import SMALL_FILES, Need, check_before_save
 from sirara.checkpoint.steps import committed_steps, save_uuid, step_name, temp_name
 from sirara.checkpoint.storage import Disk
-from sirara.checkpoint.writer import write_part
 from sirara.config.run_folder import RunFolder
 from sirara.config.schema import TierConfig
 from sirara.errors import CheckpointError, CommError, ConfigError, SiraraError, StorageError
 from sirara.pure.failures import Failures
-from sirara.pure.manifest import MANIFEST, Manifest
+from sirara.pure.manifest import MANIFEST
 from sirara.pure.saveplan import PlannedTensor, SavePlan, plan_save
 
 __all__ = ["CheckpointManager", "NamedRange", "PlannedTensor", "Restored", "Snapshot", "dtype_name"]
@@ -64,32 +64,6 @@ class Counts:
     queued: int = 0
     skipped: int = 0
     waited: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveTimes:
-    """The last save, seen from this rank: bytes of the whole step; seconds until its own bytes were durable,
-    until the commit, and to read everything back (0 where another rank does it)."""
-
-    total_bytes: int
-    write_s: float
-    commit_s: float = 0.0
-    verify_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """What is saved: all ranks' boxes and this rank's ranges; `record` is the training state's JSON.
-
-    hf_files: config.json, tokenizer.json, ...; rank 0's are written.  aliases: tied name -> the name of the tensor that
-    holds its values.  All but `ranges` is the same on every rank.
-    """
-
-    plan: Sequence[PlannedTensor]
-    ranges: Sequence[NamedRange]
-    record: dict[str, Any]
-    hf_files: dict[str, bytes]
-    aliases: dict[str, str]
 
 
 @dataclass(slots=True)
@@ -229,36 +203,25 @@ class CheckpointManager:
                  raises. Committed steps stay as they are.
         """
         state = State(plan=plan, ranges=ranges, record=record, hf_files=hf_files, aliases=aliases)
-        began = time.perf_counter()
         uuid = self._next_uuid(step)
         final = self.folder / step_name(step)
         if self._is_saved(final, step, record):
             return final if self.rank == 0 else None
         files = self._plan(plan, assemble=False)
         check_ranges(files, self.rank, ranges)
-        temp = self.folder / temp_name(step, uuid)
-        try:
-            self._write(files, temp, ranges, uuid, step)
-            written = time.perf_counter()
-            self.times = SaveTimes(total_bytes=files.total_bytes, write_s=written - began)
-            if self.rank != 0:
-                return None
-            self._committer.commit(temp, final, self._manifest(files, temp, uuid, step, state))
-        except (SiraraError, OSError):
-            if self.rank == 0:
-                self._committer.abandon(temp)
-            raise
-        committed = time.perf_counter()
-        self._committer.verify(final)
-        self._faulty.discard(step)
-        self._committer.tidy(step, uuid, scores=self.scores)
-        self.times = SaveTimes(
-            total_bytes=files.total_bytes,
-            write_s=written - began,
-            commit_s=committed - written,
-            verify_s=time.perf_counter() - committed,
+        in_line = InLine(
+            committer=self._committer,
+            disk=self._disk,
+            plan=files,
+            rank=self.rank,
+            world=self.world,
+            deadline_s=self._deadline_s,
+            check=lambda size: check_before_save([self._need(size, files)]),
         )
-        return final
+        path, self.times = in_line.save(step, uuid, state, scores=self.scores)
+        if path is not None:
+            self._faulty.discard(step)
+        return path
 
     def _next_uuid(self, step: int) -> str:
         uuid = save_uuid(self.run, self.attempt, step, self._saves)
@@ -285,46 +248,6 @@ class CheckpointManager:
             return Snapshot(final, run=self.run, step=step).record == record
         except (CheckpointError, StorageError):
             return False
-
-    def _write(self, files: SavePlan, temp: Path, ranges: Sequence[NamedRange], uuid: str, step: int) -> None:
-        try:
-            own = sum(p.length for p in files.pieces_of.get(self.rank, ()))
-            self._disk.require(self.folder, own)
-            check_before_save([self._need(own, files)])
-            if self.world == 1:
-                self._disk.remove_tree(temp)
-            self._disk.make_folder(temp)
-            self._disk.remove(temp / report_name(self.rank))
-            if self.rank in files.writers:
-                write_part(
-                    self._disk,
-                    temp,
-                    plan=files,
-                    rank=self.rank,
-                    sources=Sources(ranges),
-                    uuid=uuid,
-                    attempt=self.attempt,
-                    step=step,
-                )
-        except SiraraError as fault:
-            if self.rank != 0:
-                tell_committer(self._disk, temp, self.rank, fault)
-            raise
-
-    def _manifest(self, files: SavePlan, temp: Path, uuid: str, step: int, state: State) -> Manifest:
-        extras = self._committer.write_extras(files, temp, state.hf_files)
-        reports = wait_for_reports(files, temp, uuid=uuid, step=step, deadline_s=self._deadline_s)
-        return assemble(
-            files,
-            reports,
-            extras,
-            uuid=uuid,
-            run=self.run,
-            attempt=self.attempt,
-            step=step,
-            record=state.record,
-            aliases=state.aliases,
-        )
 
     # ---- saving beside the training
 
