@@ -22,6 +22,7 @@ from sirara.pure.layout import Box
 
 INDEX = "model.safetensors.index.json"
 HEADER_ALIGN = 4096
+UUID_CHARS = 36
 
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -137,7 +138,13 @@ class PlannedFile:
 
     def header(self, *, uuid: str, step: int) -> bytes:
         entries = self._all.texts(*self.span, named_by_box=not self.holds_weights)
-        return _padded(_header_text(entries, uuid=uuid, step=step))
+        header = _padded(_header_text(entries, uuid=uuid, step=step))
+        if len(header) > self.header_bytes:
+            raise InvariantError(
+                f"the header of {self.name} does not fit",
+                why=f"{len(header)} bytes, {self.header_bytes} planned",
+            )
+        return header
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,7 +376,7 @@ def safetensors_header(entries: Iterable[Entry], *, uuid: str, step: int) -> byt
 
 def empty_header_chars() -> int:
     """Characters of a header without entries, its length included."""
-    return 8 + len(_header_text((), uuid="0" * 32, step=0))
+    return 8 + len(_header_text((), uuid="0" * UUID_CHARS, step=0))
 
 
 def _header_text(entries: Iterable[str], *, uuid: str, step: int) -> bytes:

@@ -180,6 +180,18 @@ def test_a_header_keeps_its_length_whatever_step_and_uuid():
     assert lengths == {plan.files[0].header_bytes} == {4096}
 
 
+@pytest.mark.parametrize("suffix", ["", "/m"])
+def test_a_header_that_just_fills_a_block_and_one_that_just_does_not_are_planned_as_they_are(suffix):
+    """Text of every length around the end of a block: a header that is longer than planned would lie on tensors."""
+    sizes = set()
+    for chars in range(3800, 4100):
+        plan = plan_save([planned("n" * chars + suffix, (2,), {0: (whole((2,)),)})], node_of=one_node)
+        (file,) = plan.files
+        assert len(file.header(uuid="u" * 36, step=7)) == file.header_bytes
+        sizes.add(file.header_bytes)
+    assert sizes == {4096, 8192}
+
+
 @given(plans(), st.sampled_from([1, 64, 1 << 30]))
 def test_a_plan_comes_back_from_its_bytes(case, file_bytes):
     world, tensors = case
