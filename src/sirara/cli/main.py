@@ -43,7 +43,7 @@ VERBS: dict[str, dict[str, Verb]] = {
         ),
     },
     "Plan": {
-        "plan": Verb("plan", "plan", "what one rank of a layout holds and sends, on paper"),
+        "plan": Verb("plan", "plan", "memory, time, money and goodput of a layout, before there are machines for it"),
     },
     "Train": {
         "run": Verb("run", "run", "start a run"),

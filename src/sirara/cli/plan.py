@@ -1,4 +1,4 @@
-"""`sirara plan CONFIG --trace`: one rank of a layout on paper, before there are machines for it."""
+"""`sirara plan CONFIG`: a layout judged, or the best one found; with --trace one rank of it played on paper."""
 
 import os
 import re
@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sirara.cli.options import WITH_OVERRIDES, json_option, overrides, say_json
-from sirara.config.load import load, model_shape
+from sirara.cli.planned import planned, shape_on_paper
+from sirara.config.load import load
 from sirara.config.schema import RunConfig
-from sirara.data.sources import tokenizer_of
-from sirara.errors import ConfigError
-from sirara.pure.families import ModelShape
 
 if TYPE_CHECKING:
     from sirara.train.trace import GroupLine, Trace, Traffic
@@ -26,26 +24,47 @@ GIB = 1 << 30
 @click.command(context_settings=WITH_OVERRIDES)
 @click.argument("path", metavar="CONFIG")
 @overrides
+@click.option("--gpus", type=click.IntRange(1), help="Devices; default: what the mesh asks for.")
+@click.option("--gpu", default=None, help="Accelerator by name, or a YAML file. Default: h100-sxm.")
+@click.option("--nodes", type=click.IntRange(1), help="Nodes that the devices are on.")
+@click.option("--price", type=float, help="Of one device for one hour.")
+@click.option("--mtbf", type=float, help="Device hours between failures.")
+@click.option(
+    "--what-if", "what_if", multiple=True, metavar="KEY=VALUE", help="Show the plan with this change too."
+)
+@click.option("--search", "searching", is_flag=True, help="Find the best layout for these devices.")
+@click.option(
+    "--objective",
+    type=click.Choice(["time", "cost", "memory"]),
+    default="time",
+    show_default=True,
+    help="What --search wants least of.",
+)
+@click.option("--ceiling", help="Of device memory, such as 60GiB.")
+@click.option("--html", "html_file", type=click.Path(dir_okay=False), help="Write the plan as a page.")
+@click.option(
+    "--png", "png_file", type=click.Path(dir_okay=False), help="Write it as a picture (needs matplotlib)."
+)
 @click.option(
     "--trace", "tracing", is_flag=True, help="Build one rank without memory and play one step of it."
 )
 @click.option("--rank", type=int, default=0, show_default=True, help="The rank that is traced.")
 @json_option()
-def plan(path: str, overrides: list[str], tracing: bool, rank: int, as_json: bool) -> None:
-    """What one rank of a layout holds and sends, on paper.
+def plan(path: str, overrides: list[str], tracing: bool, rank: int, as_json: bool, **options: Any) -> None:
+    """Memory, time, money and goodput of a run before there are machines for it.
 
-    With --trace its real modules, on tensors without memory, play all microbatches of one real step; the data that
-    CONFIG names are not read.
+    Exit code 3: it does not fit; the nearest changes that fit are named.  With --trace the real modules of one rank,
+    on tensors without memory, play all microbatches of one real step; the data that CONFIG names are not read.
     """
-    if not tracing:
-        raise ConfigError(
-            "sirara plan without --trace does not run yet",
-            code="SR120",
-            where="command line",
-            try_=[f"works now: sirara plan {path} --trace --rank {rank}"],
-        )
+    if tracing:
+        _trace(path, overrides, rank, as_json=as_json)
+        return
+    planned(path, overrides, as_json=as_json, **options)
+
+
+def _trace(path: str, overrides: list[str], rank: int, *, as_json: bool) -> None:
     config = load(path, overrides, os.environ).config
-    shape = _shape(config)
+    shape = shape_on_paper(config)
     # The one form of `plan` that needs torch.
     from sirara.train.trace import trace
 
@@ -61,14 +80,6 @@ def plan(path: str, overrides: list[str], tracing: bool, rank: int, as_json: boo
         f"{'how':<14}parameters of the model are counted from its tensors; all other figures were played, "
         f"{found.dealt} of {found.dealt} microbatches, in {took['seconds']:.1f} s and {_gib(took['peak_bytes'])}"
     )
-
-
-def _shape(config: RunConfig) -> ModelShape:
-    """The model's sizes; a tokenizer is opened only where the vocabulary is said to be its own."""
-    model = config.model
-    given = model.preset is not None or model.from_ is not None
-    asks = model.vocab == "tokenizer" or (model.vocab is None and not given)
-    return model_shape(config, tokenizer_of(config.data)[1] if asks else None)
 
 
 def _text(t: "Trace", config: RunConfig) -> list[str]:

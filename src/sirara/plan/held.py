@@ -23,8 +23,8 @@ from sirara.pure.schedule import Schedule, rank_of, schedule
 from sirara.pure.simulate import Costs, simulate
 from sirara.pure.tree import Deal, deal
 
-MOST_SIMULATED = 4
-"""Microbatches per pipeline rank and chunk that are played at most: what is alive at once does not grow after them."""
+MOST_SIMULATED = 2
+"""Microbatches per stage that are played at most: what is alive at once does not grow after them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

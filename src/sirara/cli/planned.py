@@ -1,0 +1,182 @@
+"""What `sirara plan` does without --trace: from files and words to a plan, and to text, JSON and pictures."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sirara.cli.options import say_json
+from sirara.config.load import Loaded, load, model_shape
+from sirara.config.schema import RunConfig
+from sirara.config.units import parse_size_bytes
+from sirara.data.sources import tokenizer_of
+from sirara.errors import ConfigError, SiraraError
+from sirara.plan.constants import fitted
+from sirara.plan.explain import as_html, changes_text, text
+from sirara.plan.from_config import cluster_of, degree_of_dp
+from sirara.plan.goodput import Reliability
+from sirara.plan.hardware import Cluster, table
+from sirara.plan.hardware import load as load_accelerator
+from sirara.plan.verdict import Change, Plan, Setting, nearest, plan, refusal
+from sirara.pure.families import ModelShape
+
+DEFAULT_GPU = "h100-sxm"
+
+
+def shape_on_paper(config: RunConfig) -> ModelShape:
+    """The model's sizes; a tokenizer is opened only where the vocabulary is said to be its own."""
+    model = config.model
+    given = model.preset is not None or model.from_ is not None
+    asks = model.vocab == "tokenizer" or (model.vocab is None and not given)
+    return model_shape(config, tokenizer_of(config.data)[1] if asks else None)
+
+
+def planned(
+    path: str,
+    words: Sequence[str],
+    *,
+    as_json: bool,
+    gpus: int | None,
+    gpu: str | None,
+    nodes: int | None,
+    price: float | None,
+    mtbf: float | None,
+    what_if: Sequence[str],
+    searching: bool,
+    objective: str,
+    ceiling: str | None,
+    html_file: str | None,
+    png_file: str | None,
+) -> None:
+    """One layout, or a search; see `sirara plan --help`.
+
+    Raises:  PlanError when it does not fit.
+    """
+    loaded = load(path, words, os.environ, on_paper=True)
+    shape = shape_on_paper(loaded.config)
+    setting, assumed = _setting(loaded, gpus, gpu, nodes, price, mtbf, ceiling)
+    found = plan(loaded.config, shape, setting, dp=degree_of_dp(loaded.config, setting.cluster.gpus))
+    changes = _changes(found, path, words, what_if)
+    if as_json:
+        say_json({**found.as_record(), "assumed": assumed, "what_if": [_record(c) for c in changes]})
+    else:
+        click.echo(text(found, assumed=assumed))
+        if changes:
+            click.echo("\n" + changes_text(found, changes, "what if"))
+    if html_file:
+        Path(html_file).write_text(as_html(found, assumed=assumed), encoding="utf-8")
+    if not found.fits:
+        raise refusal(found, _changes(found, path, words, neighbours(found)))
+
+
+def _setting(
+    loaded: Loaded,
+    gpus: int | None,
+    gpu: str | None,
+    nodes: int | None,
+    price: float | None,
+    mtbf: float | None,
+    ceiling: str | None,
+) -> tuple[Setting, list[str]]:
+    assumed = [] if gpu else [f"{DEFAULT_GPU} (--gpu)"]
+    accelerator = load_accelerator(gpu or DEFAULT_GPU)
+    m, config = loaded.config.mesh, loaded.config
+    if gpus is None and nodes is not None:
+        gpus = cluster_of(accelerator, nodes=nodes).gpus
+    if gpus is None:
+        gpus = degree_of_dp(config, None) * m.pp * m.cp * m.tp
+        if m.dp == "auto" and config.launch.nproc == "auto":
+            assumed.append(f"{gpus} devices (--gpus)")
+    cluster = cluster_of(accelerator, gpus=gpus, nodes=nodes)
+    if cluster.gpus != gpus:
+        cluster = Cluster(accelerator=accelerator, per_node=cluster.per_node, nodes=cluster.nodes)
+    reliability = Reliability() if mtbf is None else Reliability(gpu_hours_per_failure=mtbf)
+    setting = Setting(
+        cluster=cluster,
+        table=table([accelerator]),
+        constants=fitted(),
+        price_per_hour=price,
+        reliability=reliability,
+        ceiling_bytes=None if ceiling is None else float(parse_size_bytes(ceiling)),
+    )
+    return setting, assumed
+
+
+def neighbours(found: Plan) -> list[str]:
+    """Overrides near a plan, that need less memory; several keys of one change are joined by a blank."""
+    c, m, t = found.config, found.config.mesh, found.config.train
+    dp = int(found.point.dp[0])
+    words = []
+    if t.micro_batch > 1:
+        words.append(f"train.micro_batch={t.micro_batch // 2}")
+    if t.recompute == "none":
+        words.append("train.recompute=selective")
+    if t.recompute != "full":
+        words.append("train.recompute=full")
+    words += [f"mesh.zero={z}" for z in range(m.zero + 1, 4) if dp > 1]
+    if m.block == "auto" or m.block > 1:
+        words.append("mesh.block=1")
+    if m.tp > 1 and not m.sequence_parallel:
+        words.append("mesh.sequence_parallel=true")
+    for key, value in (("tp", m.tp), ("pp", m.pp)):
+        if dp % 2 == 0:
+            words.append(f"mesh.{key}={value * 2} mesh.dp={dp // 2}")
+        if dp % 4 == 0:
+            words.append(f"mesh.{key}={value * 4} mesh.dp={dp // 4}")
+    if t.recompute != "full" and dp > 1 and m.zero < 3:
+        words.append("mesh.zero=3 train.recompute=full")
+    words += [f"gpus={found.gpus * n}" for n in (2, 4)]
+    if c.offload.optimizer == "none":
+        words.append("offload.optimizer=host")
+    if c.numerics == "exact":
+        words.append("numerics=fast")
+    return words
+
+
+def _changes(found: Plan, path: str, words: Sequence[str], asked: Sequence[str]) -> list[Change]:
+    """Each of the changes as one more plan of the same configuration."""
+    here: list[tuple[str, RunConfig | str, int]] = []
+    elsewhere: dict[str, Change] = {}
+    for change in asked:
+        keys = change.split()
+        pairs = [k.partition("=") for k in keys]
+        machine = {key: value for key, _, value in pairs if key in ("gpus", "gpu")}
+        rest = [k for k in keys if k.partition("=")[0] not in machine]
+        gpus = int(machine.get("gpus", found.gpus))
+        free = [] if not ("gpus" in machine or any("mesh." in k for k in rest)) else ["mesh.dp=auto"]
+        free = [] if any(k.startswith("mesh.dp=") for k in rest) else free
+        try:
+            config = load(path, [*words, *free, *rest], os.environ, on_paper=True).config
+            dp = degree_of_dp(config, gpus)
+        except SiraraError as error:
+            here.append((change, error.what, 0))
+            continue
+        if machine:
+            elsewhere[change] = _moved(found, config, change, gpus, machine.get("gpu"))
+            continue
+        here.append((change, config, dp))
+    by_keys = {c.keys: c for c in nearest(found, here)} | elsewhere
+    return [by_keys[change] for change in asked]
+
+
+def _moved(found: Plan, config: RunConfig, keys: str, gpus: int, gpu: str | None) -> Change:
+    """The change where machines change."""
+    accelerator = found.setting.cluster.accelerator if gpu is None else load_accelerator(gpu)
+    setting = replace(found.setting, cluster=cluster_of(accelerator, gpus=gpus), table=table([accelerator]))
+    return nearest(found, [(keys, config, degree_of_dp(config, gpus))], setting=setting)[0]
+
+
+def _record(change: Change) -> dict[str, Any]:
+    return {
+        "keys": change.keys, "step_s": change.step_s, "device_bytes": change.device_bytes, "fits": change.fits,
+        "runs_now": change.runs, "error": change.error,
+    }  # fmt: skip
+
+
+def no_picture() -> ConfigError:
+    return ConfigError(
+        "--png needs matplotlib", code="SR217", where="--png", try_=["pip install sirara[plot]"]
+    )

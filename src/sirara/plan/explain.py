@@ -1,0 +1,351 @@
+"""A plan in words and pictures: tables, a memory bar per stage and a timeline for a terminal; the same as HTML.
+
+Nothing here decides or computes: it shows a `Plan` (verdict.py) or a `Found` (search.py).
+"""
+
+import html
+from collections.abc import Iterator, Sequence
+
+from sirara.plan.held import StageMemory
+from sirara.plan.verdict import GIB, Change, Plan
+from sirara.pure.schedule import Kind
+from sirara.pure.simulate import Costs, Result, Span, simulate
+
+BAR = 46
+"""Characters of a memory bar."""
+MOST_STAGES = 8
+"""Lines of a table of stages; others are those that are alike, and are left out."""
+TERMS = (
+    ("weights", "w", "weights"),
+    ("gradients", "g", "gradient sums and exchange"),
+    ("optimizer", "o", "optimizer state and masters"),
+    ("window", "z", "gathered weights"),
+    ("activations", "a", "activations"),
+    ("work", "t", "loss, or the work of one block"),
+    ("rest", "r", "allocator, context, libraries"),
+)
+COLOURS = {
+    "weights": "#4269d0", "gradients": "#efb118", "optimizer": "#ff725c", "window": "#6cc5b0",
+    "activations": "#3ca951", "work": "#a463f2", "rest": "#9c6b4e",
+}  # fmt: skip
+SOURCES = {
+    "weights": "flat groups and their shards (pure/groups.py)",
+    "gradients": "buffers of the reduction tree (pure/tree.py), played",
+    "optimizer": "flat groups and their shards (pure/groups.py)",
+    "window": "two units, as parallel/window.py lays them out",
+    "activations": "formula (docs/planner.md) x microbatches alive in the schedule's table (pure/simulate.py)",
+    "work": "formula (docs/planner.md)",
+    "rest": "fitted share of the allocator, context of the hardware table",
+}
+
+
+def terms_of(plan: Plan, stage: StageMemory) -> dict[str, float]:
+    """Bytes of a stage by `TERMS`, adding up to what its device shows."""
+    over = plan.reserved_bytes / plan.allocated_bytes - 1 if plan.allocated_bytes else 0.0
+    context = plan.device_bytes - plan.reserved_bytes
+    return {
+        "weights": float(stage.weights),
+        "gradients": float(stage.gradients),
+        "optimizer": float(stage.optimizer + stage.masters),
+        "window": float(stage.window),
+        "activations": stage.activations,
+        "work": max(stage.loss, stage.transient),
+        "rest": stage.step * over + context,
+    }
+
+
+def text(plan: Plan, *, assumed: Sequence[str] = ()) -> str:
+    """The whole plan for a terminal; a person reads it in a minute."""
+    parts = [_head(plan, assumed), _memory(plan), _phases(plan), _time(plan), _pipeline(plan), _saves(plan)]
+    return "\n\n".join("\n".join(lines) for lines in (*map(list, parts), list(_verdict(plan))) if lines)
+
+
+def _head(plan: Plan, assumed: Sequence[str]) -> Iterator[str]:
+    c, m, t = plan.config, plan.config.mesh, plan.config.train
+    cluster = plan.setting.cluster
+    shape = plan.shape
+    yield (
+        f"{c.name}: {shape.family}, {shape.layers} layers x {shape.hidden}, {size_of(plan.held, plan)} on "
+        f"{plan.gpus:,} x {cluster.accelerator.name}, {min(cluster.per_node, plan.gpus)} per node"
+    )
+    yield (
+        f"  pp {m.pp}  dp {int(plan.point.dp[0])}  cp {m.cp}  tp {m.tp}{' +sp' if m.sequence_parallel else ''}  "
+        f"zero {m.zero}  {m.schedule}{f' x {m.chunks}' if m.chunks > 1 else ''}  micro_batch {t.micro_batch}  "
+        f"global_batch {t.global_batch:,}  seq_len {c.data.seq_len:,}  recompute {t.recompute}  {t.precision}"
+    )
+    deal = plan.held.deal
+    auto = " (chosen)" if m.block == "auto" else ""
+    if c.numerics == "exact":
+        blocks = f"blocks of {1 << deal.k}{auto}, {deal.rounds} exchanges a step"
+        yield f"  numerics exact: microbatches added locally in {blocks}"
+    else:
+        yield "  numerics fast: one buffer, library reductions"
+    for line in assumed:
+        yield f"  assumed: {line}"
+    if plan.not_run:
+        yield f"  predicted only: {plan.not_run}"
+
+
+def size_of(_: object, plan: Plan) -> str:
+    """Parameters in words."""
+    n = plan.as_record()["model"]["parameters"]
+    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M"
+
+
+def bar(terms: dict[str, float], capacity: float) -> str:
+    """One letter per capacity / BAR bytes, dots for what is free, ! for what is too much."""
+    line, used = "", 0.0
+    for name, letter, _ in TERMS:
+        used += terms[name]
+        line += letter * max(0, round(used / capacity * BAR) - len(line))
+    over = line[BAR:]
+    return line[:BAR].ljust(BAR, ".") + ("|" + "!" * min(len(over), 12) if over else "|")
+
+
+def shown_stages(stages: Sequence[StageMemory]) -> list[StageMemory]:
+    """All stages, or the first and last ones and the busiest."""
+    if len(stages) <= MOST_STAGES:
+        return list(stages)
+    busiest = max(stages, key=lambda s: s.step).rank
+    keep = {0, 1, 2, len(stages) - 2, len(stages) - 1, busiest, len(stages) // 2}
+    return [s for s in stages if s.rank in keep]
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    capacity = plan.setting.capacity_bytes
+    error = f" +- {plan.memory_error:.0%}" if plan.memory_error else ""
+    yield (
+        f"memory, GiB per device{error}: allocated {plan.allocated_bytes / GIB:.1f}, "
+        f"reserved {plan.reserved_bytes / GIB:.1f}, device {plan.device_bytes / GIB:.1f} of {capacity / GIB:.1f}"
+    )
+    names = [name for name, _, _ in TERMS if any(terms_of(plan, s)[name] for s in plan.held.stages)]
+    yield f"  {'stage':<6}{'blocks':>6} " + "".join(f"{n:>12}" for n in names) + f"{'total':>9}"
+    for s in shown_stages(plan.held.stages):
+        found = terms_of(plan, s)
+        mark = " <" if s.rank == plan.held.busiest.rank and len(plan.held.stages) > 1 else ""
+        yield (
+            f"  {s.rank:<6}{s.blocks:>6} "
+            + "".join(f"{found[n] / GIB:>12.2f}" for n in names)
+            + f"{sum(found.values()) / GIB:>9.2f}{mark}"
+        )
+    for s in shown_stages(plan.held.stages):
+        yield f"  {s.rank:<4}|{bar(terms_of(plan, s), capacity)}"
+    yield "  " + "  ".join(f"{letter} {name}" for name, letter, _ in TERMS if name in names)
+
+
+def _phases(plan: Plan) -> Iterator[str]:
+    over = plan.reserved_bytes / plan.allocated_bytes
+    context = plan.device_bytes - plan.reserved_bytes
+    yield f"{'phase, GiB':<18}{'allocated':>10}{'reserved':>10}{'device':>10}"
+    for name, size in plan.held.busiest.phases().items():
+        yield f"  {name:<16}{size / GIB:>10.2f}{size * over / GIB:>10.2f}{(size * over + context) / GIB:>10.2f}"
+    if plan.saves.host_bytes_per_node:
+        yield f"  host memory of a node for two snapshots: {plan.saves.host_bytes_per_node / GIB:.1f} GiB"
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    error = f" +- {plan.step_error:.0%}" if plan.step_error else ""
+    yield (
+        f"step {_seconds(plan.step_s)}{error}: {plan.tokens_per_s:,.0f} tokens/s "
+        f"({plan.tokens_per_s / plan.gpus:,.0f} per device), MFU {plan.mfu:.1%} "
+        f"(causal half of attention; whole square {plan.mfu_whole:.1%}), HFU {plan.hfu:.1%}"
+    )
+    exposed = {k: float(v[0]) for k, v in plan.times.exposed().items()}
+    for name, value in exposed.items():
+        hidden = (
+            float(getattr(plan.times, f"hidden_{name}")[0]) if hasattr(plan.times, f"hidden_{name}") else 0.0
+        )
+        if value < 5e-4 * plan.step_s and hidden < 5e-4 * plan.step_s:
+            continue
+        beside = f"   + {_seconds(hidden)} hidden" if hidden > 0 else ""
+        share = value / plan.step_s
+        yield f"  {name.replace('_', '-'):<14}{_seconds(value):>10}{share:>7.1%} {'#' * round(share * 40)}{beside}"
+
+
+def played(plan: Plan) -> Result | None:
+    """The schedule's table on the clock, all stages alike; None without a pipeline."""
+    if plan.config.mesh.pp == 1:
+        return None
+    chunks = plan.config.mesh.chunks
+    forward, backward = float(plan.times.forward_s[0]) / chunks, float(plan.times.backward_s[0]) / chunks
+    costs = Costs.uniform(
+        plan.held.table.stages, forward_s=forward, input_s=backward / 2, weight_s=backward / 2
+    )
+    return simulate(plan.held.table, costs)
+
+
+_LETTERS = {Kind.FORWARD: "f", Kind.BACKWARD: "B", Kind.INPUT: "i", Kind.WEIGHT: "w"}
+
+
+def timeline(result: Result, width: int = 92) -> list[str]:
+    """One row per pipeline rank: what it computes when; dots are waiting."""
+    scale = width / result.makespan_s
+    rows = []
+    for spans in result.timeline:
+        line = ["."] * width
+        for span in spans:
+            start, stop = (
+                round(span.start_s * scale),
+                max(round(span.start_s * scale) + 1, round(span.stop_s * scale)),
+            )
+            letter = _LETTERS.get(span.action.kind, "?")
+            body = letter if span.action.kind is not Kind.FORWARD else str(span.action.microbatch % 10)
+            for at in range(start, min(stop, width)):
+                line[at] = body
+        rows.append("".join(line))
+    return rows
+
+
+def _pipeline(plan: Plan) -> Iterator[str]:
+    result = played(plan)
+    if result is None:
+        return
+    table = plan.held.table
+    some = (
+        f", the first {table.microbatches} of {plan.held.places}"
+        if table.microbatches < plan.held.places
+        else ""
+    )
+    yield (
+        f"schedule {table.name}, {plan.held.places} microbatches per pipeline{some}: "
+        f"alive at most {max(result.live_peak)}, idle {result.bubble_fraction:.1%} of what is shown"
+    )
+    rows = timeline(result)
+    most = 12
+    for rank, row in enumerate(rows[:most]):
+        yield f"  {rank:<4}{row}"
+    if len(rows) > most:
+        yield f"  ... and {len(rows) - most} more"
+    yield "  a digit is a microbatch's forward, B its backward, i and w its halves"
+
+
+def _saves(plan: Plan) -> Iterator[str]:
+    s, g = plan.saves, plan.goodput
+    tiers = ", ".join(f"{name} {_seconds(t)}" for name, t in s.tiers.items())
+    yield (
+        f"checkpoint {s.bytes / 1e9:,.1f} GB in about {s.files} files; durable on {tiers}; "
+        f"training waits {_seconds(s.stall_s)}"
+    )
+    every = (
+        f"every {s.every_steps} steps ({_seconds(g.every_s)})" if s.every_steps else "at the best interval"
+    )
+    steps = max(1, round(g.best_s / plan.step_s))
+    yield (
+        f"goodput {g.ratio:.1%} {every}: a failure each {_seconds(g.failures_s)}, restart {_seconds(g.restart_s)}; "
+        f"best checkpoint.every={steps} ({_seconds(g.best_s)}): {g.best_ratio:.1%}"
+    )
+    money = "" if plan.money is None else f", {plan.money:,.0f} at {plan.setting.price_per_hour:g} an hour"
+    tokens = plan.config.train.steps * plan.config.train.global_batch * plan.config.data.seq_len
+    yield (
+        f"run of {plan.config.train.steps:,} steps, {tokens / 1e9:,.1f} B tokens: {_seconds(plan.run_s)}, "
+        f"{plan.gpu_hours:,.0f} device hours{money}"
+    )
+
+
+def _verdict(plan: Plan) -> Iterator[str]:
+    left = plan.setting.capacity_bytes - plan.device_bytes
+    if not plan.fits:
+        yield f"does not fit: {-left / GIB:.1f} GiB too much on stage {plan.held.busiest.rank}"
+        return
+    exposed = {k: float(v[0]) for k, v in plan.times.exposed().items()}
+    first = max(exposed, key=lambda k: exposed[k])
+    waits = {k: exposed[k] for k in ("tp", "cp", "ep", "pp", "dp", "bubble", "offload", "launch")}
+    second = max(waits, key=lambda k: waits[k])
+    yield (
+        f"fits, {left / GIB:.1f} GiB to spare; most of the step is {first.replace('_', '-')} "
+        f"({exposed[first] / plan.step_s:.0%}), most of the waiting {second} ({waits[second] / plan.step_s:.0%})"
+        + ("; does not run yet" if plan.not_run else "")
+    )
+
+
+def changes_text(plan: Plan, changes: Sequence[Change], title: str) -> str:
+    """A table of changes beside the plan."""
+    lines = [f"{title:<36}{'step':>10}{'tokens/s':>10}{'device GiB':>12}"]
+    for c in changes:
+        if c.error:
+            lines.append(f"  {c.keys:<34}{c.error.splitlines()[0]}")
+            continue
+        verdict = "fits" if c.fits else "does not fit"
+        lines.append(
+            f"  {c.keys:<34}{_seconds(c.step_s):>10}{plan.step_s / c.step_s - 1:>+10.1%}{c.device_bytes / GIB:>12.1f}"
+            f"  {verdict}{'' if c.runs else ', predicted only'}"
+        )
+    return "\n".join(lines)
+
+
+def _seconds(value: float) -> str:
+    if value >= 2 * 86_400:
+        return f"{value / 86_400:.1f} d"
+    if value >= 7200:
+        return f"{value / 3600:.1f} h"
+    if value >= 120:
+        return f"{value / 60:.1f} min"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.2f} ms" if value >= 1e-3 or not value else f"{value * 1e6:.0f} us"
+
+
+# ---- HTML
+
+
+_STYLE = (
+    "body{font:14px/1.5 system-ui,sans-serif;margin:2em auto;max-width:1100px;color:#222}"
+    "pre{background:#f6f6f4;padding:1em;overflow-x:auto}td,th{padding:2px 10px;text-align:right}"
+    ".bar{display:flex;height:22px;background:#eee;border-right:2px solid #c00;margin:3px 0}"
+    ".line{position:relative;height:20px;background:#eee;margin:2px 0}.line span{position:absolute;top:0;bottom:0}"
+)
+
+
+def as_html(plan: Plan, *, assumed: Sequence[str] = ()) -> str:
+    """One page without scripts or other files: memory bars, the step's terms, the timeline, and the text."""
+    capacity = plan.setting.capacity_bytes
+    full = max(capacity, plan.device_bytes)
+    parts = [f"<h1>{html.escape(plan.config.name)}</h1>", f"<p>{html.escape(next(iter(_verdict(plan))))}</p>"]
+    parts.append("<h2>Memory of each stage</h2>")
+    parts.append(
+        "<p>" + " ".join(f'<span style="color:{COLOURS[n]}">&#9632; {w}</span>' for n, _, w in TERMS) + "</p>"
+    )
+    for stage in plan.held.stages:
+        found = terms_of(plan, stage)
+        cells = "".join(
+            f'<div title="{name} {size / GIB:.2f} GiB: {SOURCES[name]}" style="width:{size / full * 100:.3f}%;'
+            f'background:{COLOURS[name]}"></div>'
+            for name, size in found.items()
+        )
+        parts.append(f'<div>stage {stage.rank}, {sum(found.values()) / GIB:.1f} GiB</div><div class="bar" '
+                     f'style="width:{capacity / full * 100:.2f}%">{cells}</div>')  # fmt: skip
+    parts.append(f"<h2>Step of {_seconds(plan.step_s)}</h2><table>")
+    for name, value in plan.times.exposed().items():
+        if float(value[0]) > 0:
+            parts.append(
+                f"<tr><th>{name}</th><td>{_seconds(float(value[0]))}</td>"
+                f"<td>{float(value[0]) / plan.step_s:.1%}</td></tr>"
+            )
+    parts.append("</table>")
+    result = played(plan)
+    if result is not None:
+        parts.append(f"<h2>Schedule {plan.held.table.name}</h2>")
+        parts += [f'<div class="line">{_spans(spans, result.makespan_s)}</div>' for spans in result.timeline]
+    parts.append(f"<h2>In words</h2><pre>{html.escape(text(plan, assumed=assumed))}</pre>")
+    title = html.escape(plan.config.name)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{_STYLE}</style></head>"
+        f"<body>{''.join(parts)}</body></html>\n"
+    )
+
+
+_SPAN_COLOURS = {
+    Kind.FORWARD: "#4269d0",
+    Kind.BACKWARD: "#efb118",
+    Kind.INPUT: "#efb118",
+    Kind.WEIGHT: "#3ca951",
+}
+
+
+def _spans(spans: Sequence[Span], total_s: float) -> str:
+    return "".join(
+        f'<span title="{s.action}" style="left:{s.start_s / total_s * 100:.3f}%;'
+        f'width:{(s.stop_s - s.start_s) / total_s * 100:.3f}%;background:{_SPAN_COLOURS[s.action.kind]}"></span>'
+        for s in spans
+    )

@@ -1,0 +1,402 @@
+"""One layout judged: memory by stage and phase, time by term, checkpoints, money, and whether it fits.
+
+A plan that does not fit names the stage and the term that binds, and the nearest changes that fit: each is a column of
+one more evaluation, so a dozen cost as much as one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sirara.config.check import runs_now
+from sirara.config.schema import RunConfig
+from sirara.errors import ConfigError, PlanError
+from sirara.plan.constants import Constants
+from sirara.plan.cost import Times, step_time
+from sirara.plan.from_config import as_points, layout_columns, model_columns
+from sirara.plan.goodput import Goodput, Reliability, goodput
+from sirara.plan.hardware import Cluster, Table
+from sirara.plan.held import Held, held
+from sirara.plan.memory import Memory, memory
+from sirara.plan.points import Points
+from sirara.pure.families import ModelShape, parameter_count, unit_specs
+
+GIB = float(1 << 30)
+FILE_BYTES = 2 << 30
+BYTES_OF = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4), "fp16": (2, 4), "fp8": (1, 4)}
+"""Of a saved weight, and of a master and each tensor of optimizer state."""
+ARENAS = 2
+"""Snapshots in host memory that a save beside training needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a plan is made for.  table: row 0 is the cluster's accelerator."""
+
+    cluster: Cluster
+    table: Table
+    constants: Constants
+    price_per_hour: float | None = None
+    reliability: Reliability = field(default_factory=Reliability)
+    ceiling_bytes: float | None = None
+    """Of device memory; None: the device's own."""
+
+    @property
+    def capacity_bytes(self) -> float:
+        own = float(self.table.hbm_bytes[0])
+        return own if self.ceiling_bytes is None else min(own, self.ceiling_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saves:
+    """What a checkpoint is and takes.  stall_s: of training; tiers: name -> seconds until it is durable there."""
+
+    bytes: int
+    files: int
+    stall_s: float
+    tiers: Mapping[str, float]
+    host_bytes_per_node: float
+    every_steps: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A neighbour of the plan: keys to set, and what it would be."""
+
+    keys: str
+    step_s: float
+    device_bytes: float
+    fits: bool
+    runs: bool
+    """Whether this version runs it; else it is a prediction."""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that is said about one layout.  Money is None without a price."""
+
+    config: RunConfig
+    shape: ModelShape
+    setting: Setting
+    point: Points
+    memory: Memory
+    times: Times
+    held: Held
+    step_s: float
+    tokens_per_s: float
+    mfu: float
+    mfu_whole: float
+    hfu: float
+    saves: Saves
+    goodput: Goodput
+    not_run: str
+    """What of it this version does not run, "" if all."""
+    step_error: float
+    memory_error: float
+
+    @property
+    def gpus(self) -> int:
+        return int(self.point.gpus[0])
+
+    @property
+    def allocated_bytes(self) -> float:
+        return self.held.busiest.step
+
+    @property
+    def reserved_bytes(self) -> float:
+        return self.allocated_bytes * float(self.memory.reserved[0] / max(1.0, self.memory.allocated[0]))
+
+    @property
+    def device_bytes(self) -> float:
+        return self.reserved_bytes + float(self.memory.device[0] - self.memory.reserved[0])
+
+    @property
+    def fits(self) -> bool:
+        return self.device_bytes <= self.setting.capacity_bytes
+
+    @property
+    def run_s(self) -> float:
+        """Wall time of the whole run, failures included."""
+        return self.step_s * self.config.train.steps / max(self.goodput.ratio, 1e-9)
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.run_s / 3600 * self.gpus
+
+    @property
+    def money(self) -> float | None:
+        price = self.setting.price_per_hour
+        return None if price is None else self.gpu_hours * price
+
+    def as_record(self) -> dict[str, Any]:
+        """Plain data, for --json and plan.json."""
+        exposed = {k: float(v[0]) for k, v in self.times.exposed().items()}
+        hidden = {
+            name: float(getattr(self.times, f"hidden_{name}")[0]) for name in ("tp", "cp", "ep", "pp", "dp")
+        }
+        m, t = self.config.mesh, self.config.train
+        return {
+            "model": {"parameters": parameter_count(self.shape), "family": self.shape.family},
+            "gpu": self.setting.table.names[0],
+            "gpus": self.gpus,
+            "layout": {
+                "pp": m.pp, "dp": int(self.point.dp[0]), "cp": m.cp, "tp": m.tp, "ep": m.ep, "zero": m.zero,
+                "schedule": m.schedule, "virtual_stages": m.chunks, "block": 1 << self.held.deal.k,
+                "sequence_parallel": m.sequence_parallel, "micro_batch": t.micro_batch,
+                "global_batch": t.global_batch, "recompute": t.recompute, "precision": t.precision,
+                "numerics": self.config.numerics,
+            },
+            "fits": self.fits,
+            "runs_now": not self.not_run,
+            "not_run": self.not_run,
+            "memory": {
+                "allocated_bytes": self.allocated_bytes,
+                "reserved_bytes": self.reserved_bytes,
+                "device_bytes": self.device_bytes,
+                "capacity_bytes": self.setting.capacity_bytes,
+                "error": self.memory_error,
+                "stages": [
+                    {**{k: v for k, v in asdict(s).items() if k != "units"}, "step": s.step, "phases": s.phases()}
+                    for s in self.held.stages
+                ],
+            },
+            "time": {
+                "step_s": self.step_s, "error": self.step_error, "exposed_s": exposed, "hidden_s": hidden,
+                "tokens_per_s": self.tokens_per_s, "mfu": self.mfu, "mfu_whole_square": self.mfu_whole,
+                "hfu": self.hfu,
+            },
+            "checkpoint": asdict(self.saves),
+            "goodput": asdict(self.goodput),
+            "run": {"wall_s": self.run_s, "gpu_hours": self.gpu_hours, "money": self.money},
+        }  # fmt: skip
+
+
+def plan(
+    config: RunConfig,
+    shape: ModelShape,
+    setting: Setting,
+    *,
+    dp: int,
+    errors: tuple[float, float] = (0.0, 0.0),
+) -> Plan:
+    """The plan of a configuration as it stands, `mesh.block: auto` chosen so that it fits, if it can.
+
+    Args:  errors: (step time, memory): relative, of the validation rows that are alike.
+    """
+    columns = {**model_columns(config, shape), **layout_columns(config, shape, dp=dp)}
+    found = _judged(config, shape, setting, columns, errors)
+    depths = range(int(found.point.block[0]) - 1, -1, -1)
+    if config.mesh.block == "auto" and not found.fits:
+        for k in depths:
+            other = _judged(config, shape, setting, {**columns, "block": k}, errors)
+            if other.device_bytes < found.device_bytes:
+                found = other
+            if found.fits:
+                break
+    return found
+
+
+def _judged(
+    config: RunConfig,
+    shape: ModelShape,
+    setting: Setting,
+    columns: Mapping[str, Any],
+    errors: tuple[float, float],
+) -> Plan:
+    point = as_points(columns, setting.cluster)
+    used = memory(point, setting.table, setting.constants)
+    times = step_time(point, setting.table, setting.constants)
+    step_s = float(times.step_s[0])
+    mfu, whole, hfu = utilisation(config, shape, setting, point, step_s)
+    ranks = held(config, shape, point, setting.table, setting.constants)
+    saved = saves(config, shape, setting, point)
+    every = saved.every_steps
+    durable = max([t for name, t in saved.tiers.items() if name != "object"] or [saved.stall_s])
+    return Plan(
+        config=config,
+        shape=shape,
+        setting=setting,
+        point=point,
+        memory=used,
+        times=times,
+        held=ranks,
+        step_s=step_s,
+        tokens_per_s=config.train.global_batch * config.data.seq_len / step_s,
+        mfu=mfu,
+        mfu_whole=whole,
+        hfu=hfu,
+        saves=saved,
+        goodput=goodput(
+            gpus=int(point.gpus[0]),
+            stall_s=saved.stall_s,
+            durable_s=durable,
+            every_s=None if every is None else every * step_s,
+            reliability=setting.reliability,
+        ),
+        not_run=what_does_not_run(config),
+        step_error=errors[0],
+        memory_error=errors[1],
+    )
+
+
+def what_does_not_run(config: RunConfig) -> str:
+    """The first thing of a configuration that this version does not run, "" if there is none."""
+    try:
+        runs_now(config)
+    except ConfigError as error:
+        return error.what
+    return ""
+
+
+def utilisation(
+    config: RunConfig, shape: ModelShape, setting: Setting, point: Points, step_s: float
+) -> tuple[float, float, float]:
+    """(model FLOPs utilisation with causal attention, the same with the whole square, hardware's), of the peak.
+
+    Model FLOPs: three times forward's (PaLM, arXiv:2204.02311, appendix B, which counts the whole square of scores;
+    flash attention computes half).  Hardware FLOPs add the forward that recompute runs again.
+    """
+    units, tokens = unit_specs(shape), config.train.global_batch * config.data.seq_len
+    seq, width = config.data.seq_len, shape.heads * shape.head_dim
+    seen = min(shape.sliding_window or seq, seq)
+    matrices = sum(_matrices(u) for u in units[1:-1])
+    head = 2.0 * shape.vocab * shape.hidden
+    half = shape.layers * 2.0 * width * (seen if seen < seq else seq + 1)
+    whole = shape.layers * 4.0 * width * seen
+    blocks = 2.0 * matrices
+    peak = float(setting.table.peak[0, int(point.dtype[0])]) * float(point.gpus[0]) * step_s
+    again = (
+        1.0
+        if config.train.recompute == "full"
+        else float(point.recompute_share[0]) * (isinstance(config.train.recompute, int))
+    )
+    return (
+        tokens * 3 * (blocks + head + half) / peak,
+        tokens * 3 * (blocks + head + whole) / peak,
+        tokens * (3 * (blocks + head + half) + again * (blocks + half)) / peak,
+    )
+
+
+def _matrices(unit: Any) -> int:
+    return sum(int(np.prod(t.shape, dtype=np.int64)) for t in unit.tensors if len(t.shape) > 1)
+
+
+def saves(config: RunConfig, shape: ModelShape, setting: Setting, point: Points) -> Saves:
+    """Bytes, files and times of a checkpoint."""
+    total = state_bytes(config, shape)
+    gpus, per_node = int(point.gpus[0]), setting.cluster.per_node
+    nodes = -(-gpus // per_node)
+    r = setting.reliability
+    rates = {
+        "memory": r.memory_bytes_per_s_per_node,
+        "peer": min(r.memory_bytes_per_s_per_node, float(setting.table.out_bytes_per_s[0]) * per_node),
+        "parity": min(r.memory_bytes_per_s_per_node, float(setting.table.out_bytes_per_s[0]) * per_node) / 2,
+        "disk": r.write_bytes_per_s_per_node,
+        "object": r.object_bytes_per_s_per_node,
+    }
+    share = total / nodes
+    tiers = {t.tier: share / rates[t.tier] for t in config.checkpoint.tiers}
+    copy = max(share / rates["memory"], total / gpus / float(setting.table.host_bytes_per_s[0]))
+    beside = config.checkpoint.async_
+    return Saves(
+        bytes=total,
+        files=nodes * -(-max(total // nodes, 1) // FILE_BYTES) * 2 + 10,
+        stall_s=copy if beside else max([t for n, t in tiers.items() if n != "object"] or [copy]),
+        tiers=tiers,
+        host_bytes_per_node=share * ARENAS if beside else 0.0,
+        every_steps=config.checkpoint.every,
+    )
+
+
+def state_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Of one saved step: weights, masters where weights are of lower precision, optimizer state."""
+    own, sums = BYTES_OF[config.train.precision]
+    states = {"adamw": 2, "lion": 1, "muon": 1}[config.train.optimizer.name]
+    copies = (own != sums) + states
+    total = parameter_count(shape) * (own + copies * sums)
+    if config.train.optimizer.name == "muon":
+        units = unit_specs(shape)
+        plain = parameter_count(shape) - sum(_matrices(u) for u in units[1:-1])
+        total += plain * sums
+    return total
+
+
+# ---- the verdict
+
+
+def nearest(
+    plan: Plan, neighbours: Sequence[tuple[str, RunConfig | str, int]], *, setting: Setting | None = None
+) -> list[Change]:
+    """Each neighbour (keys, configuration or why there is none, dp) evaluated."""
+    setting = setting or plan.setting
+    changes, columns, which = [], [], []
+    for keys, config, dp in neighbours:
+        if isinstance(config, str):
+            changes.append(_impossible(keys, config))
+            continue
+        changes.append(None)
+        which.append((len(changes) - 1, keys, config))
+        columns.append({**model_columns(config, plan.shape), **layout_columns(config, plan.shape, dp=dp)})
+    if columns:
+        joined = {k: np.array([c[k] for c in columns]) for k in columns[0]}
+        points = as_points(joined, setting.cluster)
+        used = memory(points, setting.table, setting.constants)
+        times = step_time(points, setting.table, setting.constants)
+        # What this plan's ranks were counted to hold, over the closed form: the same error, nearly, beside it.
+        exactly = plan.device_bytes / float(plan.memory.device[0])
+        for n, (at, keys, config) in enumerate(which):
+            size = float(used.device[n]) * exactly
+            changes[at] = Change(
+                keys=keys,
+                step_s=float(times.step_s[n]),
+                device_bytes=size,
+                fits=size <= setting.capacity_bytes,
+                runs=not what_does_not_run(config),
+            )
+    return [c for c in changes if c is not None]
+
+
+def _impossible(keys: str, why: str) -> Change:
+    return Change(
+        keys=keys, step_s=float("nan"), device_bytes=float("nan"), fits=False, runs=False, error=why
+    )
+
+
+def refusal(plan: Plan, changes: Sequence[Change]) -> PlanError:
+    """The error of a plan that does not fit, with the changes that do, cheapest first."""
+    stage = plan.held.busiest
+    mesh = plan.config.mesh
+    fitting = sorted((c for c in changes if c.fits), key=lambda c: (not c.runs, c.step_s))
+    advice = [_advice(plan, c) for c in fitting[:5]] or [
+        "--search, for a layout that fits",
+        "--gpus with more devices",
+    ]
+    terms = {
+        "activations": stage.activations,
+        "gradients and exchange": stage.gradients,
+        "weights": stage.weights,
+        "optimizer state and masters": stage.optimizer + stage.masters,
+        "loss or one block's work": max(stage.loss, stage.transient),
+        "gathered weights": stage.window,
+        "allocator, context and libraries": plan.device_bytes - plan.allocated_bytes,
+    }
+    first, *others = sorted(terms.items(), key=lambda kv: -kv[1])
+    listed = " + ".join(f"{name} {size / GIB:.1f}" for name, size in (first, *others) if size >= 0.05 * GIB)
+    return PlanError(
+        f"this layout does not fit: stage {stage.rank} needs {plan.device_bytes / GIB:.1f} GiB, "
+        f"the device has {plan.setting.capacity_bytes / GIB:.1f} GiB",
+        code="SR214",
+        where=f'plan, phase "step", mesh pp={mesh.pp} dp={int(plan.point.dp[0])} cp={mesh.cp} tp={mesh.tp}, '
+        f"micro_batch={plan.config.train.micro_batch}, numerics={plan.config.numerics}",
+        why=f"{listed} GiB",
+        try_=advice,
+    )
+
+
+def _advice(plan: Plan, change: Change) -> str:
+    faster = plan.step_s / change.step_s - 1
+    later = "" if change.runs else "; does not run yet"
+    return f"{change.keys:<34} (device {change.device_bytes / GIB:.1f} GiB, {faster:+.0%} tokens/s{later})"
