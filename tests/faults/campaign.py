@@ -40,7 +40,7 @@ from sirara.checkpoint.node_views import open_nodes
 from sirara.checkpoint.phases import Keeper
 from sirara.checkpoint.restore import Restored, Restorer
 from sirara.checkpoint.stage import Stager
-from sirara.checkpoint.steps import incomplete_steps, save_uuid, step_name
+from sirara.checkpoint.steps import incomplete_steps, save_uuid
 from sirara.checkpoint.storage import Disk
 from sirara.config.schema import TierConfig
 from sirara.pure.saveplan import plan_save
@@ -475,8 +475,15 @@ class Training:
     tiers: as configured; {node} paths are not needed, every node has `memory(node)`.
     """
 
-    def __init__(self, root: Path, *tiers: dict[str, Any], world: int = WORLD, per_node: int = WORLD) -> None:
-        self.root, self.world, self.per_node = root, world, per_node
+    def __init__(
+        self,
+        root: Path,
+        *tiers: dict[str, Any],
+        world: int = WORLD,
+        per_node: int = WORLD,
+        deadline_s: float = 8.0,
+    ) -> None:
+        self.root, self.world, self.per_node, self.deadline_s = root, world, per_node, deadline_s
         self.folder = root / "checkpoints"
         self.tiers = [TierConfig.model_validate(t) for t in (*tiers, {"tier": "disk"})]
 
@@ -489,7 +496,8 @@ class Training:
 
     def managers(self, *, attempt: int = 1, **options: Any) -> list[CheckpointManager]:
         rows = _Together(self.world)
-        settings = {"keep_last": 1, "deadline_s": 8.0, "asynchronous": True, "token": "secret"} | options
+        settings = {"keep_last": 1, "deadline_s": self.deadline_s, "asynchronous": True, "token": "secret"}
+        settings |= options
         return [
             manager(
                 self.folder,
@@ -535,10 +543,18 @@ class Training:
         """A save in peace, with keepers that end after it."""
         managers = self.managers(attempt=attempt)
         with forked_keepers():
+            self.prepare(managers, step)
             ended = self.save(managers, step, tiers=tiers)
             for m in managers:
                 m.close()
         assert ended.kind == "saved" and all(t.ok for t in ended.tiers.values()), ended
+
+    def begin(self, m: CheckpointManager, step: int) -> bool:
+        """One rank alone begins a save to the disk, if no other one is being written."""
+        state = STATES[step]
+        boxes = even(state, 1)
+        saved = Saved(plan=plan_of(state, boxes), ranges=ranges_of(state, boxes, 0), **extras(step, state))
+        return m.start(step, saved, tiers=["disk"])
 
     def disturbed(self, fault: "Fault", *, again: int | None = None) -> "After":
         """Trainers in a process of their own save step 2; `fault` comes. again: a step that is saved afterwards by
@@ -563,16 +579,20 @@ class Training:
         fault.trainer = os.getpid()
         fault.arm_trainer(board)
         managers = self.managers()
-        plan = plan_of(STATES[2], even(STATES[2], self.world))
-        with forked_keepers(board, fault, out):
-            for m in managers:
-                m.prepare(plan)
+        with forked_keepers(board, fault, out, wait=False):
+            self.prepare(managers, 2)
             ended = self.save(managers, 2, given=lambda rank: board.set(100 + rank, 1))
             os.write(out, _told(ended))
             if again is not None:
                 os.write(out, _told(self.save(managers, again)))
             for m in managers:
                 m.close()
+
+    def prepare(self, managers: Sequence[CheckpointManager], step: int) -> None:
+        """Keepers are forked before there are other threads."""
+        plan = plan_of(STATES[step], even(STATES[step], self.world))
+        for m in managers:
+            m.prepare(plan)
 
     def restored(self, *, attempt: int = 2, lost: Collection[int] = ()) -> tuple[int, Restored]:
         """What as many ranks on as many nodes, less `lost` ones, find in all tiers; checked bit for bit."""
@@ -729,15 +749,22 @@ def _read_until_all_are_gone(fd: int, pids: Sequence[int], timeout_s: float = 60
 
 
 @contextlib.contextmanager
-def forked_keepers(board: Board | None = None, fault: Fault | None = None, out: int = -1) -> Iterator[None]:
-    """Keepers are forked from this process instead of started, which takes a second for each."""
+def forked_keepers(
+    board: Board | None = None, fault: Fault | None = None, out: int = -1, *, wait: bool = True
+) -> Iterator[None]:
+    """Keepers are forked from this process instead of started, which takes a second for each.
+
+    wait: until they have ended, at the end.
+    """
     real = KeeperProcess._spawn
+    started: list[Forked] = []
 
     def spawn(self: KeeperProcess, fd: int) -> Forked:
         rank = self._settings.rank
         pid = os.fork()
         if pid:
-            return Forked(pid)
+            started.append(Forked(pid))
+            return started[-1]
         code = 19
         try:
             _close_all_but(fd, out)
@@ -756,6 +783,8 @@ def forked_keepers(board: Board | None = None, fault: Fault | None = None, out: 
         yield
     finally:
         KeeperProcess._spawn = real  # type: ignore[method-assign]
+    for keeper in started if wait else ():
+        keeper.wait()
 
 
 def _close_all_but(*kept: int) -> None:
@@ -848,6 +877,3 @@ class ShimmedKeepers:
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
-
-
-__all__ = ["step_name"]
