@@ -17,8 +17,9 @@ Floats = NDArray[np.float64]
 
 # Read, not fitted.  Half-saturation of bus bandwidth and latency of one step: tables of stas00/ml-engineering, network
 # README (8 x A100: 18 GB/s at 1 MiB, 110 at 8, 171 at 64, 229 at 1 GiB; 4 x 8 B200: 157 at 64 MiB, 362 at 1 GiB).
-UP_HALF_BYTES = 12e6
-OUT_HALF_BYTES = 40e6
+UP_HALF_BYTES = 1.5e6
+OUT_HALF_BYTES = 2e6
+"""Times the ranks of the group: a ring is at half of its rate when each rank's piece has this size."""
 UP_LATENCY_S = 6e-6
 OUT_LATENCY_S = 12e-6
 WAVE_S = 1.4e-6
@@ -31,20 +32,20 @@ CPU_ADAM_PER_S = 1.6e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What was fitted.  `by_accelerator`: [matmul, attention] factors on the table's shares."""
+    """What was fitted.  `by_accelerator`: [16-bit, 8-bit] factors on the rate of matmuls."""
 
     matmul: float = 0.9
     """Share of the achievable rate (a single large matmul's) that matmuls of a training step reach."""
     quantised: float = 0.7
     """How much of the loss of unfilled tiles and waves is real: exponent, 0 none, 1 all."""
-    grouped: float = 0.8
+    grouped: float = 0.65
     """Rate of grouped matmuls of experts, as a share of a single one's."""
     attention: float = 0.9
     """Share of the table's attention rate that is reached."""
     traffic: float = 1.3
     """Bytes that element-wise operations move, over those that they must."""
-    sync_s: float = 0.05e-3
-    """What ranks wait for each other at a blocking collective, per doubling of ranks."""
+    sync_s: float = 0.03e-3
+    """What ranks wait for each other at a blocking collective, per other rank."""
     host_s: float = 0.6e-3
     """Host time to launch one block's forward, one kernel per operation."""
     network: float = 0.6
@@ -64,7 +65,7 @@ class Constants:
     by_accelerator: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def factors(self, names: tuple[str, ...]) -> Floats:
-        """[A, 2]: matmul and attention factor of each accelerator of a table, 1 where none was fitted."""
+        """[A, 2]: factors of 16-bit and of 8-bit matmuls on each accelerator of a table, 1 where none was fitted."""
         return np.array([self.by_accelerator.get(n, (1.0, 1.0)) for n in names], dtype=np.float64)
 
     def changed(self, values: Mapping[str, float]) -> "Constants":

@@ -130,11 +130,12 @@ def _rates(p: Points, hw: Table, k: Constants) -> _Rates:
     out = np.where(p.out_bytes_per_s > 0, p.out_bytes_per_s, hw.out_bytes_per_s[at])
     share = hw.attention[at, np.where(p.attention == Attention.TUNED, 1, 0)]
     f = factor[at, 0] * k.matmul
+    low_f = factor[at, 1] * k.matmul
     return _Rates(
-        matmul=peak * f,
+        matmul=peak * np.where(p.dtype >= DTYPES.index("fp8"), low_f, f),
         plain=hw.peak[at, bf16] * hw.share[at, bf16] * f,
         scalar=hw.peak[at, low] * hw.share[at, low] * f,
-        flash=hw.peak[at, bf16] * share * k.attention * factor[at, 1],
+        flash=hw.peak[at, bf16] * share * k.attention * np.where(p.attention8 > 0, 1.5, 1.0),
         hbm=hw.hbm_bytes_per_s[at],
         units=hw.units[at],
         up=hw.up_bus_bytes_per_s[at],
@@ -229,9 +230,10 @@ def _moved(p: Points, r: _Rates, k: Constants, ffn: Floats, *, tokens: Floats) -
     h = p.hidden
     around = serial * h * (8 + 12 + 2 * p.dropout)
     heads = p.tokens / p.tp * 4 * (ag + kg)
-    active = tokens / p.tp * ffn * (4 + 2 * p.gated)
+    apart = np.where(p.fused_experts > 0, 0.4, 1.0)
+    active = tokens / p.tp * ffn * (4 + 2 * p.gated) * apart
     low = p.dtype >= DTYPES.index("fp8")
-    cast = low * (4 * (2 * h * serial + (ag / p.tp) * p.tokens) + 4 * tokens * ffn / p.tp)
+    cast = low * (4 * (2 * h * serial + (ag / p.tp) * p.tokens) + 4 * tokens * ffn / p.tp * apart)
     forward = (around + heads + active + cast) * k.traffic / r.hbm
     return forward, 1.5 * forward
 
@@ -285,7 +287,7 @@ def _mixture_block(p: Points, r: _Rates, k: Constants) -> _Block | None:
         matmul=(parts[0], parts[1] + weights),
         attention=_scores(p, r, k),
         moved=(forward + permuted, backward + 1.2 * permuted),
-        host=_host(p, k, kernels=5.0),
+        host=_host(p, k, kernels=7.0),
         weights=weights,
     )
 
@@ -304,10 +306,11 @@ def _head(p: Points, r: _Rates, k: Constants) -> tuple[Floats, Floats]:
 
 def _bandwidth(r: _Rates, k: Constants, ranks: Floats, per_domain: Floats, size: Floats) -> Floats:
     """Bytes per second of a ring over `ranks`, `per_domain` of them on one set of links, for messages of `size`."""
-    inside = r.up * size / (size + c.UP_HALF_BYTES)
+    inside = r.up * size / (size + c.UP_HALF_BYTES * np.minimum(ranks, per_domain))
     # Each of its members in a domain brings one network port.
     ports = np.minimum(r.up, per_domain * r.out * k.network)
-    across = ports * size / (size + c.OUT_HALF_BYTES)
+    # Trees and rings of nodes take over in larger groups.
+    across = ports * size / (size + c.OUT_HALF_BYTES * np.minimum(ranks, 32.0))
     return np.where(ranks > per_domain, np.minimum(inside, across), inside)
 
 
@@ -329,7 +332,7 @@ def _tp_s(p: Points, r: _Rates, k: Constants) -> Floats:
     """Tensor-parallel traffic of one block's forward (and, once more, of its backward): two all-reduces."""
     size = 2 * p.tokens * p.hidden
     within = _per_domain(r.domain, np.ones(len(p)), p.tp)
-    waits = k.sync_s * np.log2(p.tp) * np.where(p.launch == Launch.GRAPHS, 0.2, 1.0)
+    waits = k.sync_s * (p.tp - 1) * np.where(p.launch == Launch.GRAPHS, 0.2, 1.0)
     return 4 * _gather_s(r, k, size, p.tp, within) + 2 * waits
 
 
@@ -362,7 +365,7 @@ def _pp_s(p: Points, r: _Rates, k: Constants) -> Floats:
     cut = (p.sequence_parallel > 0) | (p.scatter_gather > 0)
     size = 2 * p.tokens * p.hidden / np.where(cut, p.tp, 1.0)
     inside = p.tp * p.cp * p.dp * p.pp <= r.domain
-    rate = np.where(inside, r.up * size / (size + c.UP_HALF_BYTES), r.out * k.network)
+    rate = np.where(inside, r.up * size / (size + 2 * c.UP_HALF_BYTES), r.out * k.network)
     again = np.where(cut & (p.tp > 1), 2 * p.tokens * p.hidden / r.up, 0.0)
     return np.where(p.pp > 1, c.OUT_LATENCY_S + size / rate + again, 0.0)
 
@@ -448,6 +451,8 @@ def _step(
     shard_s, shard_hidden = _sharded(p, r, z, k, a, e)
     per_stage = stage("total") + heads * (ends[0] + ends[1])[:, None]
     per_stage = per_stage + (n_plain + n_mixed) * shard_s[:, None]
+    summed_s = _summed(p, r, s, z)
+    per_stage = per_stage + summed_s[:, None]
     per_stage = np.where(s.count > 0, per_stage, 0.0)
     at = per_stage.argmax(axis=1)
 
@@ -474,7 +479,7 @@ def _step(
     return Times(
         matmul=m * kinds[0],
         attention=m * kinds[1],
-        memory_bound=m * kinds[2],
+        memory_bound=m * (kinds[2] + summed_s),
         launch=m * kinds[3],
         recompute=m * pick(stage("again")),
         tp=m * pick(stage("tp")),
@@ -574,6 +579,14 @@ def _reduced(
     tie = np.where((p.tied > 0) & (p.pp > 1), 2 * _gather_s(r, k, table, 2.0 * np.ones(len(p)), near), 0.0)
     hidden = np.where(per_step, np.minimum(total * 0.9, last_backward * p.pp) * p.dp_overlap, 0.0)
     return total - hidden + tie, hidden
+
+
+def _summed(p: Points, r: _Rates, s: Stages, z: Sizes) -> Floats:
+    """Seconds per microbatch of adding a microbatch's gradients to the sum, where the matmul does not do it."""
+    apart = (p.kind == Kind.MEGATRON_2021) | (p.kind == Kind.DEEPSPEED)
+    # The sum is read and written, the new gradient read.
+    per = np.where(p.grad_bytes > 4, 10.0, 6.0) * (p.microbatches > 1) * apart
+    return per * s.blocks.max(axis=1) * (z.attention + z.dense_mlp) / p.tp / r.hbm
 
 
 def _updated(p: Points, r: _Rates, s: Stages, z: Sizes) -> tuple[Floats, Floats]:

@@ -10,6 +10,7 @@ block is added, and adds shards on a binary counter: `buffers.py` plays it.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -257,9 +258,12 @@ def gradient_bytes(
     total = np.asarray(c["global_batch"]) // np.asarray(c["micro_batch"])
     dp, zero = np.asarray(c["dp"]).astype(np.int64), np.asarray(c["zero"])
     parts = np.broadcast_arrays(total, dp, k, zero >= 2, ~exact, weight >= sums)
-    cases, at = np.unique(np.stack([p.astype(np.int64).ravel() for p in parts]), axis=1, return_inverse=True)
-    counts = np.array([_counted(*map(int, case)) for case in cases.T])[at.ravel()]
-    full_leaf, full_sum, shard_leaf, shard_sum, rounds = counts.reshape((*parts[0].shape, 5)).T
+    key = np.zeros(parts[0].shape, dtype=np.int64)
+    for part, size in zip(parts, _SIZES, strict=True):
+        key = key * size + part
+    cases, at = np.unique(key, return_inverse=True)
+    counts = np.array([_counted(*_parted(int(case))) for case in cases], dtype=np.float64)[at.ravel()]
+    full_leaf, full_sum, shard_leaf, shard_sum, rounds = counts.T.reshape((5, *key.shape))
     cut = (zero >= 2) & (dp > 1)
     # ZeRO 0 gathers the summed shards again: in a buffer that sums were made in, where there is one.
     again = np.where((zero == 0) & (dp > 1) & (full_sum == 0), sums, 0.0)
@@ -268,6 +272,19 @@ def gradient_bytes(
     return np.where(cut, shards, whole), rounds
 
 
+_SIZES = (1 << 24, 1 << 20, 1 << 5, 2, 2, 2)
+"""Most microbatches, ranks, depth and flags: a case as one number."""
+
+
+def _parted(case: int) -> list[int]:
+    found: list[int] = []
+    for size in reversed(_SIZES):
+        case, value = divmod(case, size)
+        found.append(value)
+    return found[::-1]
+
+
+@cache
 def _counted(total: int, dp: int, k: int, lean: int, fast: int, same: int) -> tuple[int, int, int, int, int]:
     dealt = Deal(microbatches=total, dp=dp, k=k)
     b = buffers_of(dealt, lean=bool(lean), fast=bool(fast), same=bool(same))

@@ -101,6 +101,7 @@ _DEFAULTS: dict[str, float] = {
     # how it is computed
     "dtype": DTYPES.index("bf16"), "attention": 0, "launch": 0, "loss": 0,
     "tp_overlap": 0, "dp_overlap": 0, "ep_overlap": 0, "pp_overlap": 0, "scatter_gather": 0, "dedup": 0,
+    "attention8": 0, "fused_experts": 0,
     "lora": 0,
     # what a parameter holds, bytes
     "weight_bytes": 2, "gather_bytes": 2, "grad_bytes": 4, "optim_bytes": 12, "reduce_bytes": 4, "state_shard": 0,
@@ -130,6 +131,7 @@ class Points:
     tp_overlap .. pp_overlap: whether that traffic runs beside computation.  scatter_gather: a boundary tensor crosses
     the network once, split over tp.  dedup: a token goes once to each node, whatever number of its experts is there.
     weight_bytes, grad_bytes, optim_bytes: per parameter held.  gather_bytes, reduce_bytes: on the wire.
+    attention8: attention multiplies in 8 bits.  fused_experts: an expert's two matmuls, activation and casts are one kernel.
     state_shard: 1 where optimizer state is cut over dp*cp whatever `zero` says.  dummy_bytes: per parameter of one
     block, kept as stand-ins for gradients that were added in place.
     block: k of the reduction tree.  lora: weights are frozen, adapters are small.
@@ -187,6 +189,8 @@ class Points:
     pp_overlap: Floats
     scatter_gather: Floats
     dedup: Floats
+    attention8: Floats
+    fused_experts: Floats
     lora: Floats
     weight_bytes: Floats
     gather_bytes: Floats

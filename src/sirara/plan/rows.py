@@ -305,7 +305,7 @@ def _conventions(row: Mapping[str, str], c: dict[str, Any], framework: str, assu
     if c["schedule"] == Schedule.INTERLEAVED and c["vpp"] == 1:
         c["vpp"] = (c["layers"] + 2) / c["pp"]
     text = (row.get("schedule_or_impl") or "").lower()
-    kinds = {"old": Kind.DEEPSPEED if "deepspeed" in text else Kind.MEGATRON_2021, "zb": Kind.MEGATRON_2021, "offload": Kind.MEGATRON_2021,
+    kinds = {"old": Kind.DEEPSPEED if "deepspeed" in text else Kind.MEGATRON_2021, "offload": Kind.MEGATRON_2021,
              "foundry": Kind.FSDP, "titan": Kind.FSDP2, "automodel": Kind.FSDP2}  # fmt: skip
     c["kind"] = int(kinds.get(framework, Kind.MEGATRON))
     c["lora"] = float("lora" in text)
@@ -326,11 +326,24 @@ def _conventions(row: Mapping[str, str], c: dict[str, Any], framework: str, assu
     c["sequence_parallel"] = float(modern and c["tp"] > 1)
     overlap = framework in ("megatron", "nemo", "bridge")
     c["tp_overlap"] = c["dp_overlap"] = c["pp_overlap"] = float(overlap)
-    c["ep_overlap"] = 0.0
+    across = c["experts"] > 0 and c["ep"] > max(find(row["gpu_type"]).domain, c["per_node"])
+    c["ep_overlap"] = float(framework == "bridge" and across)
+    _recipe(row, c, framework)
     c["dedup"] = float(framework in ("bridge", "automodel"))
     # Megatron's pipeline and DeepSpeed's both cut a boundary tensor over tensor-parallel ranks.
     c["scatter_gather"] = 1.0
     _bytes(row, c, framework)
+
+
+def _recipe(row: Mapping[str, str], c: dict[str, Any], framework: str) -> None:
+    """What a release's recipes switch on for mixtures in 8 bits: scripts/performance/configs of Megatron-Bridge."""
+    release = re.search(r"(\d\d)\.(\d\d)", row.get("source") or "")
+    late = release is not None and (int(release.group(1)), int(release.group(2))) >= (26, 6)
+    blackwell = find(row["gpu_type"]).name in ("b200", "gb200", "b300", "gb300")
+    on = framework == "bridge" and late and blackwell and c["experts"] > 0 and c["dtype"] >= DTYPES.index("fp8")
+    c["attention8"] = c["fused_experts"] = float(on)
+    if on:
+        c["launch"], c["ep_overlap"] = int(Launch.GRAPHS), 1.0
 
 
 def _bytes(row: Mapping[str, str], c: dict[str, Any], framework: str) -> None:
@@ -341,7 +354,8 @@ def _bytes(row: Mapping[str, str], c: dict[str, Any], framework: str) -> None:
         grad = 6.0 if "fp32 grad" in precision else 2.0
         reduce = 4.0 if "fp32 grad" in precision else 2.0
     elif framework in ("foundry", "titan", "automodel"):
-        weight, grad, optim = 4.0, 4.0, 8.0
+        # AutoModel holds weights, and so gradients and moments, in 16 bits.
+        weight, grad, optim = (2.0, 2.0, 4.0) if framework == "automodel" else (4.0, 4.0, 8.0)
         pure = "pure" in (row.get("schedule_or_impl") or "").lower()
         reduce = 2.0 if pure or framework == "automodel" else 4.0
     elif framework == "nanotron":

@@ -1,0 +1,399 @@
+"""All layouts at once: memory first, then the time of those that fit, and what the outcome says about each knob.
+
+    for each choice of the degrees        a few hundred
+        legal?                            a code per choice of the other knobs, some thousands
+        memory -> fits?                   blocks of microbatches down to one where that is what it takes
+        step time of those that fit
+    best, nearest alternatives, best per value of every knob, why families are left out
+
+Everything is kept as matrices [outer, inner] of codes, bytes and seconds: a million layouts are 13 MB.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sirara.config.schema import ON_PAPER, RunConfig
+from sirara.config.units import parse_size_bytes
+from sirara.config.yaml_file import parse_yaml
+from sirara.errors import PlanError, SiraraError
+from sirara.plan.cost import step_time
+from sirara.plan.from_config import Columns, as_points, model_columns
+from sirara.plan.layouts import (
+    WHY,
+    Inner,
+    Outer,
+    Reason,
+    Space,
+    inner,
+    knob_values,
+    legal,
+    outers,
+    overrides_of,
+    words_of,
+)
+from sirara.plan.memory import memory
+from sirara.plan.verdict import GIB, Plan, Setting, plan
+from sirara.pure.shape import ModelShape
+
+Floats = NDArray[np.float64]
+ALTERNATIVES = 5
+CHUNK = 16_384
+"""Layouts that are evaluated at once: their columns stay in the cache."""
+SLOWER = 1.25
+"""How much slower than the fastest a layout may be that is wanted for its little memory."""
+TRIED = 400
+"""Candidates whose memory is counted exactly, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One layout: what it is in words, how a configuration spells it, and what it costs."""
+
+    words: Mapping[str, str]
+    overrides: tuple[str, ...]
+    step_s: float
+    device_bytes: float
+    runs: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """The best step with one knob held at one value; `reason`: why there is none."""
+
+    knob: str
+    value: str
+    step_s: float
+    device_bytes: float
+    chosen: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search found.  best_now: the best that this version runs; alternatives: the next best."""
+
+    best: Plan
+    best_words: Mapping[str, str]
+    best_overrides: tuple[str, ...]
+    best_now: Plan | None
+    now_words: Mapping[str, str]
+    now_overrides: tuple[str, ...]
+    alternatives: tuple[Candidate, ...]
+    sensitivity: tuple[Sensitivity, ...]
+    reasons: Mapping[str, int]
+    layouts: int
+    legal: int
+    fitting: int
+    seconds: float
+    objective: str
+    numerics: str
+    """"fast" where nothing fits with the exact sums that the configuration asks for."""
+
+
+@dataclass(slots=True)
+class _Table:
+    """Matrices [outer, inner]."""
+
+    space: Space
+    outers: list[Outer]
+    inside: Inner
+    reason: NDArray[np.int8]
+    device: NDArray[np.float32]
+    step: NDArray[np.float32]
+    one: NDArray[np.bool_]
+    """Fits with blocks of one microbatch alone."""
+
+
+def search(
+    config: RunConfig, shape: ModelShape, setting: Setting, space: Space, *, objective: str = "time",
+    errors: tuple[float, float] = (0.0, 0.0),
+) -> Found:  # fmt: skip
+    """The best layout of a space for an objective: "time", "cost" or "memory".
+
+    Raises:  PlanError SR215 when nothing fits, with what comes nearest.
+    """
+    began = time.perf_counter()
+    table = _evaluated(config, shape, setting, space)
+    numerics = config.numerics
+    if numerics == "exact" and not np.isfinite(table.step).any():
+        config = config.model_copy(update={"numerics": "fast"})
+        table, numerics = _evaluated(config, shape, setting, space), "fast"
+    seconds = time.perf_counter() - began
+    if not np.isfinite(table.step).any():
+        raise _nothing(table, setting)
+    order = _ranked(table, objective)
+    best, at = _first(config, shape, setting, table, order, errors, now=False)
+    if best is None:
+        raise _nothing(table, setting)
+    now, now_at = _first(config, shape, setting, table, order, errors, now=True)
+    return Found(
+        best=best,
+        best_words=_words(table, at),
+        best_overrides=_overrides(table, at, shape),
+        best_now=now,
+        now_words=_words(table, now_at) if now else {},
+        now_overrides=_overrides(table, now_at, shape) if now else (),
+        alternatives=_alternatives(table, order, at, shape),
+        sensitivity=tuple(_sensitivity(table, at)),
+        reasons=_reasons(table),
+        layouts=table.reason.size,
+        legal=int((table.reason == Reason.LEGAL).sum() + (table.reason == Reason.MEMORY).sum()),
+        fitting=int(np.isfinite(table.step).sum()),
+        seconds=seconds,
+        objective=objective,
+        numerics=numerics,
+    )
+
+
+# ---- evaluation
+
+
+def _evaluated(config: RunConfig, shape: ModelShape, setting: Setting, space: Space) -> _Table:
+    model = model_columns(config, shape)
+    out, inside = outers(space), inner(space)
+    size = (len(out), len(inside))
+    table = _Table(
+        space=space,
+        outers=out,
+        inside=inside,
+        reason=np.zeros(size, dtype=np.int8),
+        device=np.full(size, np.inf, dtype=np.float32),
+        step=np.full(size, np.nan, dtype=np.float32),
+        one=np.zeros(size, dtype=bool),
+    )
+    for o, outer in enumerate(out):
+        columns = {**inside.columns, **_degrees(outer)}
+        table.reason[o] = legal(
+            columns, model, domain=setting.cluster.accelerator.domain, compiled=config.train.compile
+        )
+    rows, entries = np.nonzero(table.reason == Reason.LEGAL)
+    degrees = {k: np.array([getattr(x, k) for x in out]) for k in ("pp", "tp", "cp", "ep", "dp")}
+    for low in range(0, len(rows), CHUNK):
+        r, e = rows[low : low + CHUNK], entries[low : low + CHUNK]
+        columns = {
+            **model,
+            **{k: v[e] for k, v in inside.columns.items()},
+            **{k: v[r] for k, v in degrees.items()},
+        }
+        _evaluate(table, setting, columns, r, e)
+    return table
+
+
+def _degrees(outer: Outer) -> Columns:
+    return {"pp": outer.pp, "tp": outer.tp, "cp": outer.cp, "ep": outer.ep, "dp": outer.dp}
+
+
+def _evaluate(
+    table: _Table, setting: Setting, columns: Columns, r: NDArray[np.int64], e: NDArray[np.int64]
+) -> None:
+    """Memory and, where it fits, time of one chunk."""
+    capacity = setting.capacity_bytes
+    layers, pp = columns["layers"], columns["pp"]
+    columns["split_counts_ends"] = (pp > 2) & (layers % (pp * columns["vpp"]) != 0)
+    points = as_points(columns, setting.cluster)
+    device = memory(points, setting.table, setting.constants).device
+    # Fewer microbatches added locally: more exchanges, fewer buffers.
+    tight = (device > capacity) & (points.block > 0) & bool(columns["exact"])
+    if tight.any():
+        smaller = as_points(
+            {**_picked(columns, tight), "block": np.zeros(int(tight.sum()), int)}, setting.cluster
+        )
+        device[tight] = memory(smaller, setting.table, setting.constants).device
+        table.one[r, e] = tight
+    table.device[r, e] = device
+    fits = device <= capacity
+    table.reason[r[~fits], e[~fits]] = Reason.MEMORY
+    for block, which in ((None, fits & ~tight), (0, fits & tight)):
+        if which.any():
+            some = _picked(columns, which)
+            chosen = points.take(which) if block is None else as_points(
+                {**some, "block": np.zeros(int(which.sum()), int)}, setting.cluster
+            )  # fmt: skip
+            step = step_time(chosen, setting.table, setting.constants).step_s
+            table.step[r[which], e[which]] = step
+
+
+def _picked(columns: Columns, which: NDArray[np.bool_]) -> Columns:
+    return {k: v[which] if isinstance(v, np.ndarray) and v.ndim else v for k, v in columns.items()}
+
+
+# ---- outcome
+
+
+def _ranked(table: _Table, objective: str) -> NDArray[np.int64]:
+    """Flat indices of what fits, best first."""
+    step, device = table.step.ravel(), table.device.ravel()
+    fit = np.flatnonzero(np.isfinite(step))
+    if objective == "memory":
+        fit = fit[step[fit] <= SLOWER * np.nanmin(step)]
+        return fit[np.lexsort((step[fit], device[fit]))]
+    # Of layouts that take the same time (to a thousandth) the one that needs least memory.
+    rounded = np.round(np.log(step[fit]) * 1000)
+    return fit[np.lexsort((device[fit], rounded))]
+
+
+def _first(
+    config: RunConfig, shape: ModelShape, setting: Setting, table: _Table, order: NDArray[np.int64],
+    errors: tuple[float, float], *, now: bool,
+) -> tuple[Plan | None, int]:  # fmt: skip
+    """The first of the ranking that fits when its memory is counted by the executor's rules too."""
+    tried = 0
+    for at in order:
+        if now and not _runs(table, int(at)):
+            continue
+        tried += 1
+        if tried > TRIED:
+            break
+        try:
+            there = configured(config, _overrides(table, int(at), shape))
+            found = plan(
+                there, shape, setting, dp=table.outers[int(at) // len(table.inside)].dp, errors=errors
+            )
+        except SiraraError:
+            # A split or a share that the closed rules let pass.
+            continue
+        if found.fits and (not now or not found.not_run):
+            return found, int(at)
+    return None, -1
+
+
+def configured(config: RunConfig, overrides: tuple[str, ...]) -> RunConfig:
+    """The configuration with some keys set, checked."""
+    tree: dict[str, Any] = config.model_dump(by_alias=True, mode="json")
+    for word in overrides:
+        key, _, text = word.partition("=")
+        here, names = tree, key.split(".")
+        for name in names[:-1]:
+            here = here[name]
+        here[names[-1]] = parse_yaml(text, word)[0]
+    tree["launch"] = {**tree["launch"], "nproc": "auto", "nodes": 1}
+    tree["model"] = {k: v for k, v in tree["model"].items() if v is not None}
+    if isinstance(tree["offload"].get("host_budget"), str):
+        tree["offload"]["host_budget"] = parse_size_bytes(tree["offload"]["host_budget"])
+    return RunConfig.model_validate(tree, context=ON_PAPER)
+
+
+def _runs(table: _Table, at: int) -> bool:
+    """Whether this version runs a layout."""
+    o, i = divmod(at, len(table.inside))
+    outer, words = table.outers[o], words_of(table.space, table.outers[o], table.inside, i)
+    runs = outer.cp == 1 and outer.ep == 1 and words["offload"] == "none"
+    return runs and words["precision"] in ("bf16", "fp32", "fp64") and words["recompute"] != "mlp"
+
+
+def _words(table: _Table, at: int) -> dict[str, str]:
+    o, i = divmod(at, len(table.inside))
+    words = words_of(table.space, table.outers[o], table.inside, i)
+    return {**words, "block": "1" if table.one[o, i] else "auto"}
+
+
+def _overrides(table: _Table, at: int, shape: ModelShape) -> tuple[str, ...]:
+    o, i = divmod(at, len(table.inside))
+    block = 1 if table.one[o, i] else None
+    return tuple(
+        overrides_of(table.space, table.outers[o], table.inside, i, layers=shape.layers, block=block)
+    )
+
+
+def _alternatives(
+    table: _Table, order: NDArray[np.int64], best: int, shape: ModelShape
+) -> tuple[Candidate, ...]:
+    """The next best, each of other degrees, ZeRO stage or schedule than those before it."""
+    seen, found = {_family(table, best)}, []
+    for at in order[:20_000]:
+        family = _family(table, int(at))
+        if family in seen:
+            continue
+        seen.add(family)
+        found.append(
+            Candidate(
+                words=_words(table, int(at)),
+                overrides=_overrides(table, int(at), shape),
+                step_s=float(table.step.flat[at]),
+                device_bytes=float(table.device.flat[at]),
+                runs=_runs(table, int(at)),
+            )
+        )
+        if len(found) == ALTERNATIVES:
+            break
+    return tuple(found)
+
+
+def _family(table: _Table, at: int) -> tuple[Any, ...]:
+    o, i = divmod(at, len(table.inside))
+    return o, int(table.inside.at["zero"][i]), int(table.inside.at["schedule"][i])
+
+
+def _sensitivity(table: _Table, best: int) -> list[Sensitivity]:
+    """Every value of every knob: the best that it allows, or why it allows nothing."""
+    o, i = divmod(best, len(table.inside))
+    rows: list[Sensitivity] = []
+    for knob in ("pp", "tp", "cp", "ep"):
+        for value in sorted({getattr(x, knob) for x in table.outers}):
+            which = np.array([getattr(x, knob) == value for x in table.outers])
+            chosen = getattr(table.outers[o], knob) == value
+            rows.append(_value(knob, str(value), table, (which, slice(None)), chosen))
+    for knob, n, value in knob_values(table.space):
+        which = table.inside.at[knob] == n
+        rows.append(_value(knob, value, table, (slice(None), which), bool(which[i])))
+    return rows
+
+
+def _value(knob: str, value: str, table: _Table, part: Any, chosen: bool) -> Sensitivity:
+    step, device, reason = table.step[part], table.device[part], table.reason[part]
+    if np.isfinite(step).any():
+        at = np.nanargmin(step)
+        return Sensitivity(
+            knob=knob, value=value, step_s=float(step.flat[at]), device_bytes=float(device.flat[at]), chosen=chosen,
+            reason="",
+        )  # fmt: skip
+    counts = Counter(reason.ravel().tolist())
+    if counts.get(Reason.MEMORY):
+        least = float(np.min(device))
+        why = f"none of {counts[Reason.MEMORY]:,} legal layouts fits: the least needs {least / GIB:.1f} GiB"
+    else:
+        why = WHY[Reason(counts.most_common(1)[0][0])]
+        least = float("nan")
+    return Sensitivity(
+        knob=knob, value=value, step_s=float("nan"), device_bytes=least, chosen=chosen, reason=why
+    )
+
+
+def _reasons(table: _Table) -> dict[str, int]:
+    counts = np.bincount(table.reason.ravel(), minlength=int(Reason.MEMORY) + 1)
+    found = {WHY[reason]: int(counts[reason]) for reason in WHY if counts[reason]}
+    return dict(sorted(found.items(), key=lambda kv: -kv[1]))
+
+
+def _nothing(table: _Table, setting: Setting) -> PlanError:
+    reasons = _reasons(table)
+    memory_bound = np.isfinite(table.device).any()
+    least = float(np.min(table.device)) if memory_bound else float("nan")
+    why = "; ".join(f"{count:,} {reason}" for reason, count in list(reasons.items())[:4])
+    tries = ["--gpus with more devices", "train.recompute=full", "another --gpu"]
+    if memory_bound:
+        o, i = divmod(int(np.argmin(table.device)), len(table.inside))
+        nearest = ", ".join(
+            f"{k} {v}" for k, v in words_of(table.space, table.outers[o], table.inside, i).items()
+        )
+        tries.insert(0, f"nearest, {least / GIB:.1f} GiB: {nearest}")
+    return PlanError(
+        f"none of {table.reason.size:,} layouts on {table.space.gpus} devices fits",
+        code="SR215",
+        where="plan, search",
+        why=f"each device has {setting.capacity_bytes / GIB:.1f} GiB; {why}",
+        try_=tries,
+    )
+
+
+def smaller(setting: Setting, gpus: int) -> Setting:
+    """The same machines, fewer of them."""
+    cluster = setting.cluster
+    per_node = min(cluster.per_node, gpus)
+    return replace(setting, cluster=replace(cluster, per_node=per_node, nodes=-(-gpus // per_node)))
