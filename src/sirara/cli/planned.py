@@ -13,13 +13,15 @@ from sirara.config.load import Loaded, load, model_shape
 from sirara.config.schema import RunConfig
 from sirara.config.units import parse_size_bytes
 from sirara.data.sources import tokenizer_of
-from sirara.errors import ConfigError, SiraraError
+from sirara.errors import ConfigError, PlanError, SiraraError
 from sirara.plan.constants import fitted
-from sirara.plan.explain import as_html, changes_text, text
+from sirara.plan.explain import as_html, changes_text, search_record, search_text, text
 from sirara.plan.from_config import cluster_of, degree_of_dp
 from sirara.plan.goodput import Reliability
 from sirara.plan.hardware import Cluster, table
 from sirara.plan.hardware import load as load_accelerator
+from sirara.plan.layouts import whole_space
+from sirara.plan.search import Found, search, smaller
 from sirara.plan.verdict import Change, Plan, Setting, nearest, plan, refusal
 from sirara.pure.families import ModelShape
 
@@ -58,6 +60,9 @@ def planned(
     loaded = load(path, words, os.environ, on_paper=True)
     shape = shape_on_paper(loaded.config)
     setting, assumed = _setting(loaded, gpus, gpu, nodes, price, mtbf, ceiling)
+    if searching or loaded.auto:
+        _searched(loaded, shape, setting, assumed, objective, as_json=as_json, html_file=html_file)
+        return
     found = plan(loaded.config, shape, setting, dp=degree_of_dp(loaded.config, setting.cluster.gpus))
     changes = _changes(found, path, words, what_if)
     if as_json:
@@ -70,6 +75,49 @@ def planned(
         Path(html_file).write_text(as_html(found, assumed=assumed), encoding="utf-8")
     if not found.fits:
         raise refusal(found, _changes(found, path, words, neighbours(found)))
+
+
+def _searched(
+    loaded: Loaded,
+    shape: ModelShape,
+    setting: Setting,
+    assumed: Sequence[str],
+    objective: str,
+    *,
+    as_json: bool,
+    html_file: str | None,
+) -> None:
+    """The best layout on these devices, or for the cost on fewer of them."""
+    gpus = setting.cluster.gpus
+    counts = (
+        [gpus]
+        if objective != "cost"
+        else [gpus >> n for n in range(6) if gpus >> n >= 1 and gpus % (1 << n) == 0]
+    )
+    found: list[Found] = []
+    refused: PlanError | None = None
+    for count in counts:
+        there = setting if count == gpus else smaller(setting, count)
+        space = whole_space(loaded.config, shape, setting.cluster.accelerator, count)
+        try:
+            found.append(search(loaded.config, shape, there, space, objective=objective))
+        except PlanError as error:
+            refused = refused or error
+    if not found:
+        raise refused or PlanError("no layout fits", code="SR215")
+    # Device hours, failures included: money needs no price for this.
+    best = min(found, key=lambda f: f.best.gpu_hours) if objective == "cost" else found[0]
+    if as_json:
+        say_json({**search_record(best), "assumed": list(assumed)})
+    else:
+        click.echo(text(best.best_now or best.best, assumed=assumed) + "\n\n" + search_text(best))
+        if len(found) > 1:
+            click.echo(
+                "\ndevices"
+                + "".join(f"\n  {f.best.gpus:>7,}  {f.best.gpu_hours:>14,.0f} device hours" for f in found)
+            )
+    if html_file:
+        Path(html_file).write_text(as_html(best.best_now or best.best, assumed=assumed), encoding="utf-8")
 
 
 def _setting(

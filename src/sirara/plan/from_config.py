@@ -263,13 +263,13 @@ def gradient_bytes(
         key = key * size + part
     cases, at = np.unique(key, return_inverse=True)
     counts = np.array([_counted(*_parted(int(case))) for case in cases], dtype=np.float64)[at.ravel()]
-    full_leaf, full_sum, shard_leaf, shard_sum, rounds = counts.T.reshape((5, *key.shape))
+    full_leaf, full_sum, shard_leaf, shard_sum, rounds = (n.reshape(key.shape) for n in counts.T)
     cut = (zero >= 2) & (dp > 1)
     # ZeRO 0 gathers the summed shards again: in a buffer that sums were made in, where there is one.
     again = np.where((zero == 0) & (dp > 1) & (full_sum == 0), sums, 0.0)
     shards = shard_leaf * weight + shard_sum * sums
     whole = full_leaf * weight + full_sum * sums + shards / dp + again
-    return np.where(cut, shards, whole), rounds
+    return np.where(cut, shards, whole), np.asarray(rounds)
 
 
 _SIZES = (1 << 24, 1 << 20, 1 << 5, 2, 2, 2)

@@ -22,7 +22,6 @@ from sirara.config.schema import ON_PAPER, RunConfig
 from sirara.config.units import parse_size_bytes
 from sirara.config.yaml_file import parse_yaml
 from sirara.errors import PlanError, SiraraError
-from sirara.plan.cost import step_time
 from sirara.plan.from_config import Columns, as_points, model_columns
 from sirara.plan.layouts import (
     WHY,
@@ -38,6 +37,7 @@ from sirara.plan.layouts import (
     words_of,
 )
 from sirara.plan.memory import memory
+from sirara.plan.offload import timed
 from sirara.plan.verdict import GIB, Plan, Setting, plan
 from sirara.pure.shape import ModelShape
 
@@ -215,7 +215,7 @@ def _evaluate(
             chosen = points.take(which) if block is None else as_points(
                 {**some, "block": np.zeros(int(which.sum()), int)}, setting.cluster
             )  # fmt: skip
-            step = step_time(chosen, setting.table, setting.constants).step_s
+            step = timed(chosen, setting.table, setting.constants).step_s
             table.step[r[which], e[which]] = step
 
 

@@ -14,12 +14,13 @@ from sirara.config.check import runs_now
 from sirara.config.schema import RunConfig
 from sirara.errors import ConfigError, PlanError
 from sirara.plan.constants import Constants
-from sirara.plan.cost import Times, step_time
+from sirara.plan.cost import Times
 from sirara.plan.from_config import as_points, layout_columns, model_columns
 from sirara.plan.goodput import Goodput, Reliability, goodput
 from sirara.plan.hardware import Cluster, Table
 from sirara.plan.held import Held, held
 from sirara.plan.memory import Memory, memory
+from sirara.plan.offload import timed
 from sirara.plan.points import Points
 from sirara.pure.families import ModelShape, parameter_count, unit_specs
 
@@ -208,7 +209,7 @@ def _judged(
 ) -> Plan:
     point = as_points(columns, setting.cluster)
     used = memory(point, setting.table, setting.constants)
-    times = step_time(point, setting.table, setting.constants)
+    times = timed(point, setting.table, setting.constants)
     step_s = float(times.step_s[0])
     mfu, whole, hfu = utilisation(config, shape, setting, point, step_s)
     ranks = held(config, shape, point, setting.table, setting.constants)
@@ -344,7 +345,7 @@ def nearest(
         joined = {k: np.array([c[k] for c in columns]) for k in columns[0]}
         points = as_points(joined, setting.cluster)
         used = memory(points, setting.table, setting.constants)
-        times = step_time(points, setting.table, setting.constants)
+        times = timed(points, setting.table, setting.constants)
         # What this plan's ranks were counted to hold, over the closed form: the same error, nearly, beside it.
         exactly = plan.device_bytes / float(plan.memory.device[0])
         for n, (at, keys, config) in enumerate(which):
