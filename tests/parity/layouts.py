@@ -246,7 +246,7 @@ def train(
         trace.kinds = frozenset(kinds)
         return trace
     finally:
-        trainer.batches.close()
+        trainer.end(clean=True)
 
 
 def watch(trainer: Trainer, trace: Trace) -> None:

@@ -104,7 +104,7 @@ def leg(case: Row, stores: str, home: str, number: int) -> tuple[Trace, dict[str
         keep_state(trainer, trace)
         return trace, {"from": found or 0, "grade": str(trainer.grade)}
     finally:
-        trainer.batches.close()
+        trainer.end(clean=True)
 
 
 @pytest.mark.parametrize("name", JOURNEYS)
@@ -166,7 +166,7 @@ def broken_resume(case: Row, stores: str, home: str, fault: dict[str, Any]) -> s
         trainer.state.check_replicas()
         return kinds
     finally:
-        trainer.batches.close()
+        trainer.end(clean=True)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def train(case: Row, stores: str, unit: int, tensor: str | None, value: float) -
         assert sum(t.nbytes for kept in pool.free.values() for t in kept) == pool.bytes_made
         return out
     finally:
-        trainer.batches.close()
+        trainer.end(clean=True)
 
 
 def poison(trainer: Trainer, unit: int, tensor: str | None, value: float) -> Any:

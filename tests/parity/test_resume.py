@@ -103,7 +103,7 @@ def part(given: dict[str, Any], zero: int, resume: bool, until: int, attempt: in
             "samples": trainer.batches.ids_digest(trainer.state.counters.samples, 24),
         }
     finally:
-        trainer.batches.close()
+        trainer.end(clean=True)
 
 
 def on(dp: int, *args: Any) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def withheld(given: dict[str, Any], what: str, checked: bool) -> dict[str, Any]:
         return {"losses": losses, "digest": str(state.digest())}
     finally:
         if hasattr(trainer, "batches"):
-            trainer.batches.close()
+            trainer.end(clean=True)
 
 
 class _Withholding:
@@ -264,13 +264,13 @@ def test_a_skipped_step_takes_samples_and_no_rate_and_a_resume_knows_it(store: P
     trainer.save()
     expected = [trainer.train_step().loss for _ in range(2)]
     digest = str(trainer.digest())
-    trainer.batches.close()
+    trainer.end(clean=True)
 
     again = open_trainer(given, 1, 1)
     assert (again.resume().step, again.lr, again.state.counters.updates) == (3, rate, 2)
     assert [again.train_step().loss for _ in range(2)] == expected
     assert str(again.digest()) == digest
-    again.batches.close()
+    again.end(clean=True)
 
 
 def save_twice(given: dict[str, Any]) -> None:
@@ -281,7 +281,7 @@ def save_twice(given: dict[str, Any]) -> None:
             trainer.train_step()
             trainer.save()
     finally:
-        trainer.batches.close()
+        trainer.end(clean=True)
 
 
 def resume_while_rank_0_clears(given: dict[str, Any]) -> int:
@@ -293,7 +293,7 @@ def resume_while_rank_0_clears(given: dict[str, Any]) -> int:
         return trainer.resume().step
     finally:
         if hasattr(trainer, "batches"):
-            trainer.batches.close()
+            trainer.end(clean=True)
 
 
 def test_ranks_that_see_other_steps_resume_from_that_of_rank_0(store: Path, tmp_path: Path) -> None:

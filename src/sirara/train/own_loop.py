@@ -531,7 +531,12 @@ class Trainer:
         return self._hf
 
     def close(self, *, clean: bool = False) -> None:
-        """Ends threads and leaves the process group.
+        """Ends what this trainer has started and leaves the process group; clean: see `end`."""
+        self.end(clean=clean)
+        disconnect()
+
+    def end(self, *, clean: bool = False) -> None:
+        """Ends threads and the keeper, and stays in the process group.
 
         clean: the work is done; otherwise the keeper finishes what it has in hand by itself.
         """
@@ -539,7 +544,6 @@ class Trainer:
             self.manager.close(clean=clean)
         if hasattr(self, "batches"):
             self.batches.close()
-        disconnect()
 
     def __enter__(self) -> Self:
         return self
