@@ -46,8 +46,7 @@ def run(config: str, overrides: list[str], as_json: bool, dry_run: bool) -> None
     Under torchrun, srun or Kubernetes this process is one of their workers and starts none.
     """
     loaded = load(config, overrides, os.environ)
-    job = _Job(loaded=loaded, run=None, as_json=as_json)
-    _go(job, dry_run=dry_run)
+    _go(_decided(config, overrides, _Job(loaded=loaded, run=None, as_json=as_json)), dry_run=dry_run)
 
 
 @click.command(context_settings=WITH_OVERRIDES)
@@ -62,9 +61,10 @@ def resume(run_name: str, overrides: list[str], as_json: bool, dry_run: bool) ->
     """
     found = RunFolder.find(run_name)
     loaded = load(found.config, overrides, os.environ)
+    job = _decided(found.config, overrides, _Job(loaded=loaded, run=found, as_json=as_json))
     if found.committed_steps():
-        check_continues(load(found.config).config, loaded.config)
-    _go(_Job(loaded=loaded, run=found, as_json=as_json), dry_run=dry_run)
+        check_continues(load(found.config).config, job.loaded.config)
+    _go(job, dry_run=dry_run)
 
 
 @click.command()
@@ -91,11 +91,12 @@ def save(run_name: str, as_json: bool, dry_run: bool) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What was asked for; `run` is None until a new run has its folder."""
+    """What was asked for; `run` is None until a new run has its folder.  decision: text of plan.json."""
 
     loaded: Loaded
     run: RunFolder | None
     as_json: bool
+    decision: str = ""
 
     def begin(self, run: RunFolder, threads: int) -> int:
         """Owns the run under a new attempt, whose configuration is this one.
@@ -110,7 +111,10 @@ class _Job:
         return attempt
 
     def folder(self, identity: str = "") -> RunFolder:
-        return self.run or RunFolder.create(self.loaded.config, self.loaded.text, identity=identity)
+        run = self.run or RunFolder.create(self.loaded.config, self.loaded.text, identity=identity)
+        if self.decision:
+            write_durably(run.path / "plan.json", self.decision)
+        return run
 
     def workers(self) -> Workers:
         config = self.loaded.config
@@ -123,6 +127,17 @@ class _Job:
             cores=count_cores(),
             gpus=count_gpus(os.environ),
         )
+
+
+def _decided(path: str | Path, overrides: list[str], job: _Job) -> _Job:
+    """The job with a layout, where the configuration leaves it to the planner."""
+    if not job.loaded.auto:
+        return job
+    from sirara.cli.auto import decide
+
+    decision = decide(path, overrides, job.loaded, detect(os.environ), os.environ)
+    click.echo(decision.said, err=True)
+    return replace(job, loaded=decision.loaded, decision=decision.text)
 
 
 def _go(job: _Job, *, dry_run: bool) -> None:
@@ -166,9 +181,7 @@ def _alone(job: _Job, run: RunFolder, workers: Workers) -> Result:
     os.environ.update({**workers.environment(), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
     attempt = job.begin(run, workers.threads)
     launch = job.loaded.config.launch
-    seat = Seat(
-        run=run, attempt=attempt, hang_timeout_s=launch.hang_timeout, stop_grace_s=launch.stop_grace
-    )
+    seat = Seat(run=run, attempt=attempt, hang_timeout_s=launch.hang_timeout, stop_grace_s=launch.stop_grace)
     return train_here(seat, resume=run.resumes())
 
 
