@@ -1,34 +1,8 @@
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from sirara.checkpoint.retention import expendable
 from sirara.checkpoint.steps import step_name
-from sirara.errors import CheckpointError, InvariantError, StorageError
+from sirara.errors import CheckpointError, StorageError
 from tests.checkpoints import flip_bit, manager, save, small_state
-
-
-@given(st.data())
-def test_the_step_just_verified_and_the_last_ones_always_stay(data):
-    committed = sorted(data.draw(st.sets(st.integers(0, 40), min_size=1)))
-    newest = data.draw(st.sampled_from(committed))
-    verified = {newest, *data.draw(st.sets(st.sampled_from(committed)))}
-    last, every = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([None, 5]))
-    gone = expendable(committed, verified, newest=newest, keep_last=last, keep_every=every)
-    kept = [s for s in committed if s not in gone]
-    past = sorted((s for s in verified if s <= newest), reverse=True)
-    assert set(past[:last]) <= set(kept)
-    assert all(s in kept for s in committed if s > newest)
-    assert all(s in kept for s in committed if every and s % every == 0)
-    # What is older than the last `keep_last` good ones goes, unless keep_every holds it.
-    enough = len(past) >= last
-    old = [s for s in committed if enough and s < past[last - 1] and not (every and s % every == 0)]
-    assert gone == old
-
-
-def test_nothing_is_deleted_on_behalf_of_a_step_that_is_not_verified():
-    with pytest.raises(InvariantError, match="step 5 is not committed and verified"):
-        expendable([1, 2, 5], {1, 2}, newest=5, keep_last=1, keep_every=None)
 
 
 def test_old_steps_go_in_number_order_and_every_kth_stays(tmp_path):
