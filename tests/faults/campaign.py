@@ -556,9 +556,11 @@ class Training:
         saved = Saved(plan=plan_of(state, boxes), ranges=ranges_of(state, boxes, 0), **extras(step, state))
         return m.start(step, saved, tiers=["disk"])
 
-    def disturbed(self, fault: "Fault", *, again: int | None = None) -> "After":
+    def disturbed(
+        self, fault: "Fault", *, again: int | None = None, tiers: Collection[str] | None = None
+    ) -> "After":
         """Trainers in a process of their own save step 2; `fault` comes. again: a step that is saved afterwards by
-        the same trainers, if they live."""
+        the same trainers, if they live. tiers: of the save, all by default."""
         board = Board(self.world)
         ours, theirs = os.pipe()
         pid = os.fork()
@@ -566,7 +568,7 @@ class Training:
             code = 18
             try:
                 os.close(ours)
-                self._train(board, fault, again, theirs)
+                self._train(board, fault, again, tiers, theirs)
                 code = 0
             finally:
                 os._exit(code)
@@ -575,13 +577,15 @@ class Training:
         status = os.waitpid(pid, 0)[1]
         return After(board=board, status=status, said=[json.loads(line) for line in said.splitlines()])
 
-    def _train(self, board: Board, fault: "Fault", again: int | None, out: int) -> None:
+    def _train(
+        self, board: Board, fault: "Fault", again: int | None, tiers: Collection[str] | None, out: int
+    ) -> None:
         fault.trainer = os.getpid()
         fault.arm_trainer(board)
         managers = self.managers()
         with forked_keepers(board, fault, out, wait=False):
             self.prepare(managers, 2)
-            ended = self.save(managers, 2, given=lambda rank: board.set(100 + rank, 1))
+            ended = self.save(managers, 2, tiers=tiers, given=lambda rank: board.set(100 + rank, 1))
             os.write(out, _told(ended))
             if again is not None:
                 os.write(out, _told(self.save(managers, again)))

@@ -250,8 +250,7 @@ def test_a_kill_at_effects_of_a_save_into_memory_and_disk(root, case, rank):
     """Whatever is committed, in memory or on the disk, is found; the arena of the step before is never touched."""
     counts = effects_of(saved_in_memory(root))
     steps = []
-    # Without rank 1's keeper that of rank 0 waits for its deadline.
-    for n in range(rank, counts[rank], 1 + 3 * rank):
+    for n in range(rank, counts[rank], 2):
         victim = ("keeper", "both")[n // 2 % 2]
         training = saved_in_memory(root)
         after = training.disturbed(Fault(victim, rank, n))
@@ -266,8 +265,21 @@ def test_a_kill_at_effects_of_a_save_into_memory_and_disk(root, case, rank):
     assert set(steps) == {1, 2}
 
 
+@pytest.mark.parametrize("victim", ["keeper", "both"])
+def test_the_death_of_a_keeper_ends_a_save_into_memory_alone_long_before_its_deadline(root, case, victim):
+    training = fresh_run(root, "alone", MEMORY, on_disk=False, deadline_s=1000.0)
+    training.saved(1, tiers=["memory"])
+    after = training.disturbed(Fault(victim, 1, 3), tiers=["memory"], again=3 if victim == "keeper" else None)
+    case("kills with a memory tier", after.board.fired)
+    if victim == "keeper":
+        failed, saved = after.said
+        assert failed["kind"] == "failed" and "was killed by SIGKILL" in failed["fault"], failed
+        assert saved["kind"] == "saved" and saved["tiers"] == {"memory": True, "disk": True}
+    assert training.restored()[0] == (3 if victim == "keeper" else 1)
+
+
 def saved_in_memory(root: Path) -> Training:
-    training = fresh_run(root, "tiers", MEMORY, on_disk=False, deadline_s=3.0)
+    training = fresh_run(root, "tiers", MEMORY, on_disk=False)
     training.saved(1, tiers=["memory"])
     return training
 
@@ -287,7 +299,7 @@ SOME, ALL = (0.1, 0.5, 0.8), tuple(i / 64 for i in range(64))
 )
 def test_a_node_lost_in_the_middle_of_a_save_leaves_one_of_both_steps_to_the_others(root, case, kind, where):
     """Four nodes; one dies at an effect of its keeper, with all that is on it; its trainers die as well."""
-    shape = {"world": 4, "per_node": 1, "deadline_s": 3.0, "on_disk": False}
+    shape = {"world": 4, "per_node": 1, "on_disk": False}
     counts = effects_of(fresh_run(root, kind, *NODE_TIERS[kind], **shape))
     for i, n in enumerate(sorted({int(part * min(counts)) for part in where})):
         victim = i % 4

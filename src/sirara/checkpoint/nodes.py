@@ -42,6 +42,7 @@ __all__ = ["NodeTiers", "TierResult", "is_node_tier"]
 _log = logging.getLogger("sirara")
 _SENDERS = 8
 _SAVES = 4  # whose reports are remembered
+_LOOK_S = 0.25  # how often it is asked whether there is hope for missing reports
 
 
 def is_node_tier(tier: TierConfig) -> bool:
@@ -216,33 +217,47 @@ class NodeTiers:
                 del self._reports[old]
             self._news.notify_all()
 
-    def reports(self, uuid: str, ranks: Sequence[int], *, deadline_s: float) -> dict[int, bytes]:
+    def reports(
+        self,
+        uuid: str,
+        ranks: Sequence[int],
+        *,
+        deadline_s: float,
+        hopeless: Callable[[], str] = str,
+        patience_s: float = 0.0,
+    ) -> dict[int, bytes]:
         """On rank 0: the reports of these ranks.
 
-        Raises StorageError with the text of a rank that failed, CommTimeout naming the ranks that did not report.
+        Args:    hopeless: why those that are missing will hardly come, "" while there is hope; from then on it waits
+                 for patience_s at most.
+        Raises:  StorageError with the text of a rank that failed, CommTimeout naming the ranks that did not report.
         """
-        until = time.monotonic() + deadline_s
-        with self._news:
-            while True:
-                known = self._reports.get(uuid, {})
-                for rank, (failed, raw) in sorted(known.items()):
-                    if failed:
-                        raise StorageError(
-                            f"rank {rank} could not keep its part of the save",
-                            code="SR603",
-                            why=raw.decode(errors="replace"),
-                        )
-                missing = [rank for rank in ranks if rank not in known]
-                if not missing:
-                    return {rank: known[rank][1] for rank in ranks}
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise CommTimeout(
-                        f"the save lacks {len(missing)} of {len(ranks)} ranks: {', '.join(map(str, missing))}",
-                        why=f"no report within {deadline_s:g} s",
-                        try_="look at the logs of these ranks; committed checkpoints are untouched",
+        until, why = time.monotonic() + deadline_s, ""
+        while True:
+            with self._news:
+                known = dict(self._reports.get(uuid, {}))
+            for rank, (failed, raw) in sorted(known.items()):
+                if failed:
+                    raise StorageError(
+                        f"rank {rank} could not keep its part of the save",
+                        code="SR603",
+                        why=raw.decode(errors="replace"),
                     )
-                self._news.wait(left)
+            missing = [rank for rank in ranks if rank not in known]
+            if not missing:
+                return {rank: known[rank][1] for rank in ranks}
+            if not why and (why := hopeless()):
+                until = min(until, time.monotonic() + patience_s)
+            left = until - time.monotonic()
+            if left <= 0:
+                raise CommTimeout(
+                    f"the save lacks {len(missing)} of {len(ranks)} ranks: {', '.join(map(str, missing))}",
+                    why=why or f"no report within {deadline_s:g} s",
+                    try_="look at the logs of these ranks; committed checkpoints are untouched",
+                )
+            with self._news:
+                if len(self._reports.get(uuid, {})) == len(known):
+                    self._news.wait(min(left, _LOOK_S))
 
     def commit(
         self, step: int, uuid: str, manifest: bytes, *, deadline_s: float | None = None

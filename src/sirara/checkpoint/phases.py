@@ -43,6 +43,7 @@ from sirara.checkpoint.report import (
     checked_report,
     report_name,
     tell_committer,
+    told_failure,
     wait_for_reports,
 )
 from sirara.checkpoint.steps import step_name, temp_name
@@ -335,7 +336,13 @@ class Keeper:
         self, job: SaveJob, nodes: NodeTiers, due: Sequence[str]
     ) -> tuple[dict[str, TierResult], str]:
         # Every rank has a node, so every rank reports, also one without pieces.
-        raw = nodes.reports(job.uuid, range(self._settings.world), deadline_s=job.deadline_s)
+        raw = nodes.reports(
+            job.uuid,
+            range(self._settings.world),
+            deadline_s=job.deadline_s,
+            hopeless=partial(self._hopeless, job),
+            patience_s=ORPHAN_S,
+        )
         reports = {r: checked_report(self._plan, raw[r], r, job.uuid, where="its report") for r in raw}
         kept = {tier: _joint([report.tiers.get(tier) for report in reports.values()]) for tier in due}
         manifest, digest = self._manifest(job, reports, extra_entries(extra_files(self._plan, self._files)))
@@ -348,6 +355,12 @@ class Keeper:
                 what = f"the manifest did not reach {len(faults)} nodes; node {node}: {why}"
                 kept = {tier: replace(r, ok=False, fault=r.fault or what) for tier, r in kept.items()}
         return _named(kept), digest
+
+    def _hopeless(self, job: SaveJob) -> str:
+        """Why reports that are missing will hardly come: a keeper that was killed reports to nobody."""
+        if self._orphaned():
+            return "the training has ended"
+        return told_failure(self._folder / temp_name(job.step, job.uuid))
 
     # ---- object store
 

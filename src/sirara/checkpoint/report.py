@@ -10,6 +10,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,17 @@ def report_name(rank: int) -> str:
     return f"report-{rank}.json"
 
 
-def failure_name(rank: int) -> str:
+def failure_name(rank: int | str) -> str:
     return f"failed-{rank}.txt"
+
+
+def told_failure(temp: Path) -> str:
+    """What a rank, or its trainer, has said in the folder of a save about its failure, "" when nobody has."""
+    for path in sorted(temp.glob(failure_name("*"))):
+        with suppress(OSError):
+            rank = path.stem.rpartition("-")[2]
+            return f"rank {rank}: {path.read_text(errors='replace')}"
+    return ""
 
 
 def wait_for_reports(
