@@ -38,8 +38,8 @@ class Constants:
     """Share of the achievable rate (a single large matmul's) that matmuls of a training step reach."""
     quantised: float = 0.7
     """How much of the loss of unfilled tiles and waves is real: exponent, 0 none, 1 all."""
-    grouped: float = 0.65
-    """Rate of grouped matmuls of experts, as a share of a single one's."""
+    grouped: float = 0.95
+    """Share of the table's rate of grouped matmuls that experts reach."""
     attention: float = 0.9
     """Share of the table's attention rate that is reached."""
     traffic: float = 1.3

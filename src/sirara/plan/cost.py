@@ -87,6 +87,8 @@ class _Rates:
     matmul: Floats
     plain: Floats
     """16-bit matmuls, where attention and the router are computed."""
+    grouped: Floats
+    """Factor of grouped matmuls."""
     scalar: Floats
     """Matmuls whose rows do not meet the alignment of matrix units."""
     flash: Floats
@@ -107,6 +109,8 @@ class _Block:
     host: tuple[Floats, Floats]
     weights: Floats
     """The part of backward that makes weight gradients."""
+    last: Floats
+    """The forward of its last matmul, whose result nothing in the block reads."""
 
     def work(self, way: int) -> Floats:
         return self.matmul[way] + self.attention[way] + self.moved[way]
@@ -134,6 +138,7 @@ def _rates(p: Points, hw: Table, k: Constants) -> _Rates:
     return _Rates(
         matmul=peak * np.where(p.dtype >= DTYPES.index("fp8"), low_f, f),
         plain=hw.peak[at, bf16] * hw.share[at, bf16] * f,
+        grouped=hw.grouped[at] * k.grouped,
         scalar=hw.peak[at, low] * hw.share[at, low] * f,
         flash=hw.peak[at, bf16] * share * k.attention * np.where(p.attention8 > 0, 1.5, 1.0),
         hbm=hw.hbm_bytes_per_s[at],
@@ -167,7 +172,7 @@ def _matmul(
 
 def _linear(
     p: Points, r: _Rates, k: Constants, tokens: Floats, columns: Floats, depth: Floats, *,
-    batch: Floats | float = 1.0, scale: float = 1.0,
+    batch: Floats | float = 1.0, scale: Floats | float = 1.0,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
     """(forward, gradient of the input, gradient of the weight) of a linear layer; `scale`: share of the rate."""
     rate = r.matmul * scale
@@ -210,7 +215,7 @@ def _scores(p: Points, r: _Rates, k: Constants) -> tuple[Floats, Floats]:
     # A tile of queries meets whole tiles of keys, so the diagonal costs half a tile more than half of the square.
     flops = 2 * here * rows * (seen + 64) * (key + value)
     # Exponentials take as long whatever the head's width.
-    narrow = 1.5 * value / (value + 64)
+    narrow = 1.25 * value / (value + 32)
     flash = flops / (r.flash * np.minimum(1.15, narrow))
     aligned = np.where(p.head_dim % 8 == 0, r.plain, r.scalar)
     one = _matmul(r, k, rows, p.seq, p.head_dim, batch=here, rate=aligned)
@@ -229,7 +234,9 @@ def _moved(p: Points, r: _Rates, k: Constants, ffn: Floats, *, tokens: Floats) -
     ag, kg = p.heads * p.head_dim, p.kv_heads * p.head_dim
     h = p.hidden
     around = serial * h * (8 + 12 + 2 * p.dropout)
-    heads = p.tokens / p.tp * 4 * (ag + kg)
+    # Rotated queries and keys; without flash, heads that are put side by side again.
+    turned = np.where((p.learned > 0) | (p.gated == 0), 0.0, 4 * (ag + kg))
+    heads = p.tokens / p.tp * (turned + np.where(p.attention == Attention.PLAIN, 4 * ag, 0.0))
     apart = np.where(p.fused_experts > 0, 0.4, 1.0)
     active = tokens / p.tp * ffn * (4 + 2 * p.gated) * apart
     low = p.dtype >= DTYPES.index("fp8")
@@ -257,6 +264,7 @@ def _dense_block(p: Points, r: _Rates, k: Constants) -> _Block:
         moved=_moved(p, r, k, ffn, tokens=t),
         host=_host(p, k, kernels=1.0),
         weights=weights,
+        last=down[0],
     )
 
 
@@ -270,8 +278,8 @@ def _mixture_block(p: Points, r: _Rates, k: Constants) -> _Block | None:
     # Experts are balanced; with tp their tokens are those that this rank keeps between tensor-parallel layers.
     routed = t * p.topk / p.tp
     each = routed / local
-    up = _linear(p, r, k, each, (1 + p.gated) * f, h, batch=local, scale=k.grouped)
-    down = _linear(p, r, k, each, h, f, batch=local, scale=k.grouped)
+    up = _linear(p, r, k, each, (1 + p.gated) * f, h, batch=local, scale=r.grouped)
+    down = _linear(p, r, k, each, h, f, batch=local, scale=r.grouped)
     shared = p.shared_ffn
     up_s = _linear(p, r, k, t, (1 + p.gated) * shared / p.tp, h)
     down_s = _linear(p, r, k, t, h, shared / p.tp)
@@ -289,6 +297,7 @@ def _mixture_block(p: Points, r: _Rates, k: Constants) -> _Block | None:
         moved=(forward + permuted, backward + 1.2 * permuted),
         host=_host(p, k, kernels=7.0),
         weights=weights,
+        last=np.zeros(len(p)),
     )
 
 
@@ -348,8 +357,9 @@ def _ep_s(p: Points, r: _Rates, k: Constants) -> Floats:
     within = _per_domain(r.domain, np.ones(len(p)), p.ep)
     nodes = np.maximum(1.0, p.ep / within)
     tokens = p.tokens / p.tp
-    size = tokens * p.topk * p.hidden * 2
-    # A token for several experts of one node crosses the network once.
+    # A token for several experts of one rank is sent there once, and crosses the network once for each node.
+    ranks = p.ep * (1 - (1 - 1 / p.ep) ** p.topk)
+    size = tokens * np.where(p.dedup > 0, np.minimum(ranks, p.topk), p.topk) * p.hidden * 2
     met = nodes * (1 - (1 - 1 / nodes) ** p.topk)
     met = np.where(p.node_limit > 0, np.minimum(met, p.node_limit), met)
     copies = np.where(p.dedup > 0, np.minimum(met, p.topk), p.topk)
@@ -412,7 +422,9 @@ def _paced(p: Points, r: _Rates, k: Constants, b: _Block, *, mixture: bool) -> _
     sent = (tp - hidden_tp + ep - hidden_ep) / passes
     forward = _smooth_max(b.work(0) + sent, b.host[0]) - sent
     backward = _smooth_max(b.work(1) + sent, b.host[1]) - sent
-    again = p.recompute_share * np.where(full, forward, _partly(p, b))
+    # torch's non-reentrant checkpoint stops when the last saved tensor is there: the block's last matmul is not redone.
+    early = ((p.kind == Kind.FSDP) | (p.kind == Kind.FSDP2)) * b.last
+    again = p.recompute_share * np.where(full, forward - early, _partly(p, b))
     return _Paced(
         forward=forward, again=again, backward=backward, tp=tp - hidden_tp, cp=cp - hidden_cp, ep=ep - hidden_ep,
         hidden_tp=hidden_tp, hidden_cp=hidden_cp, hidden_ep=hidden_ep,

@@ -24,8 +24,8 @@ SPREAD = {
     "host_s": 0.7, "network": 0.4, "all_to_all": 0.5, "tp_hidden": 0.4, "slowed": 0.5, "jitter": 0.7,
 }  # fmt: skip
 """How far, in logarithms, a constant is thought to be from where it starts."""
-_FACTOR_SPREAD = (0.12, 0.12)
-_HUBER = 0.12
+_FACTOR_SPREAD = (0.08, 0.08)
+_HUBER = 0.2
 _CAPS = {"matmul": 1.0, "quantised": 1.0, "grouped": 1.0, "attention": 1.4, "network": 0.95, "all_to_all": 0.95,
          "tp_hidden": 0.95, "jitter": 0.05}  # fmt: skip
 
@@ -92,6 +92,7 @@ def fit(
 
 
 def _weights(groups: Sequence[str]) -> Floats:
-    """A group of n rows counts as sqrt(n): more than one row, less than n copies of one machine's habits."""
+    """A group of n rows counts as n^0.2: more than one row, far less than n copies of one machine's habits."""
     size = {g: groups.count(g) for g in set(groups)}
-    return np.array([1 / np.sqrt(size[g]) for g in groups])
+    weight = np.array([size[g] ** -0.8 for g in groups])
+    return weight * (sum(n**0.5 for n in size.values()) / weight.sum())

@@ -19,7 +19,7 @@ from sirara.errors import ConfigError
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 Floats = NDArray[np.float64]
 _FIELDS = {
-    "names", "like", "peak", "achievable", "achievable8", "hbm", "hbm_per_s", "up", "up_bus", "domain", "out",
+    "names", "like", "peak", "achievable", "achievable8", "grouped", "hbm", "hbm_per_s", "up", "up_bus", "domain", "out",
     "host", "units", "attention", "sources", "hbm_achievable", "overhead",
 }  # fmt: skip
 
@@ -37,6 +37,8 @@ class Accelerator:
     peak_flops_per_s: Mapping[str, float]
     achievable: float
     achievable8: float
+    grouped: float
+    """Rate of the grouped matmuls of experts over that of a single one."""
     attention_plain: float
     attention_tuned: float
     hbm_bytes: float
@@ -89,6 +91,7 @@ class Table:
     names: tuple[str, ...]
     peak: Floats
     share: Floats
+    grouped: Floats
     attention: Floats
     """[A, 2]: kernels as written for Ampere, tuned for the device."""
     hbm_bytes: Floats
@@ -112,6 +115,7 @@ def table(accelerators: Sequence[Accelerator]) -> Table:
         peak=np.array([[a.peak(d) if a.computes(d) else np.nan for d in DTYPES] for a in accelerators]),
         share=np.array([[a.share(d) for d in DTYPES] for a in accelerators]),
         attention=np.array([[a.attention_plain, a.attention_tuned] for a in accelerators]),
+        grouped=column("grouped"),
         hbm_bytes=column("hbm_bytes"),
         hbm_bytes_per_s=column("hbm_bytes_per_s") * column("hbm_achievable"),
         up_bus_bytes_per_s=column("up_bus_bytes_per_s"),
@@ -209,6 +213,7 @@ def _row_of(a: Accelerator) -> dict[str, Any]:
         "peak": {d: p / 1e12 for d, p in a.peak_flops_per_s.items()},
         "achievable": a.achievable,
         "achievable8": a.achievable8,
+        "grouped": a.grouped,
         "attention": [a.attention_plain, a.attention_tuned],
         "hbm": a.hbm_bytes / 1e9,
         "hbm_per_s": a.hbm_bytes_per_s / 1e9,
@@ -236,6 +241,7 @@ def _accelerator(name: str, row: Mapping[str, Any], where: str) -> Accelerator:
         peak_flops_per_s={d: float(p) * 1e12 for d, p in row["peak"].items()},
         achievable=float(row["achievable"]),
         achievable8=float(row.get("achievable8", row["achievable"])),
+        grouped=float(row.get("grouped", 0.75)),
         attention_plain=float(plain),
         attention_tuned=float(tuned),
         hbm_bytes=float(row["hbm"]) * 1e9,

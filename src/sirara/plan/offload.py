@@ -1,11 +1,13 @@
-"""Step times with activations on the host: what a microbatch keeps crosses the host link twice.
+"""Step times with activations on the host, and on unlike nodes.
+
+What a microbatch keeps crosses the host link twice:
 
     exposed = max(0, 2 m A / link - OVERLAP * computation)       A: what one microbatch keeps on the busiest stage
 
 Source of the rule: ZeRO-Infinity, arXiv:2104.07857, section 4.2: efficiency is full where computation outlasts traffic.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -34,3 +36,15 @@ def timed(p: Points, hardware: Table, constants: Constants) -> Times:
     exposed = np.zeros(len(p))
     exposed[which] = np.maximum(0.0, moved - OVERLAP * work)
     return replace(times, offload=times.offload + exposed, step_s=times.step_s + exposed)
+
+
+def slowest(p: Points, hardware: Table, constants: Constants) -> Times:
+    """The times on the slowest accelerator of the table: all ranks of a step wait for each other."""
+    each = [timed(p.with_(accelerator=row), hardware, constants) for row in range(len(hardware.names))]
+    if len(each) == 1:
+        return each[0]
+    at = np.argmax([t.step_s for t in each], axis=0)
+    names = [f.name for f in fields(each[0])]
+    return replace(
+        each[0], **{n: np.choose(at, [np.broadcast_to(getattr(t, n), at.shape) for t in each]) for n in names}
+    )

@@ -313,8 +313,8 @@ def _conventions(row: Mapping[str, str], c: dict[str, Any], framework: str, assu
              "titan": Attention.FLASH, "nanotron": Attention.FLASH}  # fmt: skip
     c["attention"] = int(flash.get(framework, Attention.TUNED))
     c["loss"] = int(
-        Loss.TORCH if framework in ("titan", "automodel", "nanotron")
-        else Loss.FUSED if framework in ("te-plain", "bridge", "nemo", "megatron", "foundry")
+        Loss.TORCH if framework in ("titan", "nanotron")
+        else Loss.FUSED if framework in ("te-plain", "automodel", "bridge", "nemo", "megatron", "foundry")
         else Loss.PARALLEL
     )  # fmt: skip
     fused = framework in ("te-plain", "megatron", "nemo", "bridge", "automodel") or "compile" in text

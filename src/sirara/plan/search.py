@@ -37,7 +37,7 @@ from sirara.plan.layouts import (
     words_of,
 )
 from sirara.plan.memory import memory
-from sirara.plan.offload import timed
+from sirara.plan.offload import slowest
 from sirara.plan.verdict import GIB, Plan, Setting, plan
 from sirara.pure.shape import ModelShape
 
@@ -215,7 +215,7 @@ def _evaluate(
             chosen = points.take(which) if block is None else as_points(
                 {**some, "block": np.zeros(int(which.sum()), int)}, setting.cluster
             )  # fmt: skip
-            step = timed(chosen, setting.table, setting.constants).step_s
+            step = slowest(chosen, setting.table, setting.constants).step_s
             table.step[r[which], e[which]] = step
 
 

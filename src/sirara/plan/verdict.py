@@ -20,7 +20,7 @@ from sirara.plan.goodput import Goodput, Reliability, goodput
 from sirara.plan.hardware import Cluster, Table
 from sirara.plan.held import Held, held
 from sirara.plan.memory import Memory, memory
-from sirara.plan.offload import timed
+from sirara.plan.offload import slowest
 from sirara.plan.points import Points
 from sirara.pure.families import ModelShape, parameter_count, unit_specs
 
@@ -34,11 +34,15 @@ ARENAS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a plan is made for.  table: row 0 is the cluster's accelerator."""
+    """What a plan is made for.  table: row 0 is the cluster's accelerator, others those of unlike nodes.
+
+    counts: devices of each row; (): all of row 0.
+    """
 
     cluster: Cluster
     table: Table
     constants: Constants
+    counts: tuple[int, ...] = ()
     price_per_hour: float | None = None
     reliability: Reliability = field(default_factory=Reliability)
     ceiling_bytes: float | None = None
@@ -46,7 +50,7 @@ class Setting:
 
     @property
     def capacity_bytes(self) -> float:
-        own = float(self.table.hbm_bytes[0])
+        own = float(self.table.hbm_bytes.min())
         return own if self.ceiling_bytes is None else min(own, self.ceiling_bytes)
 
 
@@ -209,7 +213,7 @@ def _judged(
 ) -> Plan:
     point = as_points(columns, setting.cluster)
     used = memory(point, setting.table, setting.constants)
-    times = timed(point, setting.table, setting.constants)
+    times = slowest(point, setting.table, setting.constants)
     step_s = float(times.step_s[0])
     mfu, whole, hfu = utilisation(config, shape, setting, point, step_s)
     ranks = held(config, shape, point, setting.table, setting.constants)
@@ -268,7 +272,8 @@ def utilisation(
     half = shape.layers * 2.0 * width * (seen if seen < seq else seq + 1)
     whole = shape.layers * 4.0 * width * seen
     blocks = 2.0 * matrices
-    peak = float(setting.table.peak[0, int(point.dtype[0])]) * float(point.gpus[0]) * step_s
+    peaks, counts = setting.table.peak[:, int(point.dtype[0])], setting.counts or (float(point.gpus[0]),)
+    peak = sum(float(p) * n for p, n in zip(peaks, counts, strict=True)) * step_s
     again = (
         1.0
         if config.train.recompute == "full"
@@ -345,7 +350,7 @@ def nearest(
         joined = {k: np.array([c[k] for c in columns]) for k in columns[0]}
         points = as_points(joined, setting.cluster)
         used = memory(points, setting.table, setting.constants)
-        times = timed(points, setting.table, setting.constants)
+        times = slowest(points, setting.table, setting.constants)
         # What this plan's ranks were counted to hold, over the closed form: the same error, nearly, beside it.
         exactly = plan.device_bytes / float(plan.memory.device[0])
         for n, (at, keys, config) in enumerate(which):
