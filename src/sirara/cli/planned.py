@@ -61,7 +61,16 @@ def planned(
     shape = shape_on_paper(loaded.config)
     setting, assumed = _setting(loaded, gpus, gpu, nodes, price, mtbf, ceiling)
     if searching or loaded.auto:
-        _searched(loaded, shape, setting, assumed, objective, as_json=as_json, html_file=html_file)
+        _searched(
+            loaded,
+            shape,
+            setting,
+            assumed,
+            objective,
+            as_json=as_json,
+            html_file=html_file,
+            png_file=png_file,
+        )
         return
     found = plan(loaded.config, shape, setting, dp=degree_of_dp(loaded.config, setting.cluster.gpus))
     changes = _changes(found, path, words, what_if)
@@ -71,8 +80,7 @@ def planned(
         click.echo(text(found, assumed=assumed))
         if changes:
             click.echo("\n" + changes_text(found, changes, "what if"))
-    if html_file:
-        Path(html_file).write_text(as_html(found, assumed=assumed), encoding="utf-8")
+    _write(found, assumed, html_file, png_file)
     if not found.fits:
         raise refusal(found, _changes(found, path, words, neighbours(found)))
 
@@ -86,6 +94,7 @@ def _searched(
     *,
     as_json: bool,
     html_file: str | None,
+    png_file: str | None,
 ) -> None:
     """The best layout on these devices, or for the cost on fewer of them."""
     gpus = setting.cluster.gpus
@@ -116,8 +125,7 @@ def _searched(
                 "\ndevices"
                 + "".join(f"\n  {f.best.gpus:>7,}  {f.best.gpu_hours:>14,.0f} device hours" for f in found)
             )
-    if html_file:
-        Path(html_file).write_text(as_html(best.best_now or best.best, assumed=assumed), encoding="utf-8")
+    _write(best.best_now or best.best, assumed, html_file, png_file)
 
 
 def _setting(
@@ -130,7 +138,16 @@ def _setting(
     ceiling: str | None,
 ) -> tuple[Setting, list[str]]:
     assumed = [] if gpu else [f"{DEFAULT_GPU} (--gpu)"]
-    accelerator = load_accelerator(gpu or DEFAULT_GPU)
+    groups = [part.partition(":") for part in (gpu or DEFAULT_GPU).split("+")]
+    kinds = [load_accelerator(name) for name, _, _ in groups]
+    accelerator, counts = kinds[0], tuple(int(n) for _, _, n in groups if n.isdecimal())
+    if len(kinds) > 1 and len(counts) != len(kinds):
+        raise ConfigError(
+            f"--gpu {gpu} does not say how many of each", code="SR216", where="--gpu",
+            try_=["+".join(f"{k.name}:64" for k in kinds)],
+        )  # fmt: skip
+    if len(kinds) > 1:
+        gpus = sum(counts)
     m, config = loaded.config.mesh, loaded.config
     if gpus is None and nodes is not None:
         gpus = cluster_of(accelerator, nodes=nodes).gpus
@@ -144,7 +161,8 @@ def _setting(
     reliability = Reliability() if mtbf is None else Reliability(gpu_hours_per_failure=mtbf)
     setting = Setting(
         cluster=cluster,
-        table=table([accelerator]),
+        table=table(kinds),
+        counts=counts if len(kinds) > 1 else (),
         constants=fitted(),
         price_per_hour=price,
         reliability=reliability,
@@ -224,7 +242,17 @@ def _record(change: Change) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def no_picture() -> ConfigError:
-    return ConfigError(
-        "--png needs matplotlib", code="SR217", where="--png", try_=["pip install sirara[plot]"]
-    )
+def _write(found: Plan, assumed: Sequence[str], html_file: str | None, png_file: str | None) -> None:
+    if html_file:
+        Path(html_file).write_text(as_html(found, assumed=assumed), encoding="utf-8")
+    if png_file:
+        try:
+            from sirara.plan.draw import picture
+        except ImportError as error:
+            raise ConfigError(
+                "--png needs matplotlib",
+                code="SR217",
+                where="--png",
+                try_=["pip install 'sirara[plot]'", "--html"],
+            ) from error
+        picture(found, png_file)

@@ -1,4 +1,4 @@
-"""A plan as one picture: memory of each stage, the step by term, the schedule.  The one module that needs matplotlib."""
+"""A plan as one picture: memory of each stage, the step by term, the schedule.  It alone needs matplotlib."""
 
 from pathlib import Path
 
@@ -18,14 +18,11 @@ _SPANS = {Kind.FORWARD: "#4269d0", Kind.BACKWARD: "#efb118", Kind.INPUT: "#efb11
 
 def picture(plan: Plan, path: str | Path) -> None:
     """Writes the picture; the ending of the path says its format."""
-    ranks = len(plan.held.stages)
-    piped = played(plan) is not None
-    figure = Figure(figsize=(11, 3.2 + 0.22 * ranks * (2 if piped else 1) + 2.4), layout="constrained")
-    axes = figure.subplots(
-        3 if piped else 2,
-        1,
-        height_ratios=[max(1.0, 0.2 * ranks), 1.4, max(1.0, 0.2 * ranks)][: 3 if piped else 2],
-    )
+    ranks, piped = len(plan.held.stages), played(plan) is not None
+    tall = max(1.0, 0.2 * ranks)
+    rows = [tall, 1.4, tall] if piped else [tall, 1.4]
+    figure = Figure(figsize=(11, 2.6 + 1.4 * sum(rows)), layout="constrained")
+    axes = figure.subplots(len(rows), 1, height_ratios=rows)
     _memory(axes[0], plan)
     _step(axes[1], plan)
     if piped:

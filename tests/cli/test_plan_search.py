@@ -1,0 +1,163 @@
+"""`sirara plan` without --trace: what it prints, writes, refuses and ends with, and how long it takes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from sirara.cli.main import cli
+
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+GPUS = {
+    "bloom-176b": "a100-80gb", "mt-nlg-530b": "a100-80gb", "gpt-1t": "a100-80gb", "llama3-8b": "h100-sxm",
+    "llama3-70b": "h100-sxm", "llama3-405b": "h100-sxm", "finetune-13b": "a100-80gb", "laptop": "cpu",
+}  # fmt: skip
+
+
+def plan(*words: object, code: int = 0):
+    result = CliRunner().invoke(cli, ["plan", *map(str, words)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "sirara.yaml"
+    path.write_text(
+        "schema: 1\nmodel: {preset: llama2-7b}\n"
+        "data: {train: [{path: no-such-folder}], seq_len: 2048}\n"
+        "train: {steps: 1000, global_batch: 64, micro_batch: 1, precision: bf16, recompute: full}\n"
+        "mesh: {dp: 8, zero: 1, block: 1}\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize("recipe", GPUS)
+def test_recipes_are_planned_and_fit(recipe: str):
+    found = json.loads(plan(RECIPES / f"{recipe}.yaml", "--gpu", GPUS[recipe], "--json").stdout)
+    assert found["fits"] and found["time"]["step_s"] > 0
+    assert found["runs_now"] == (recipe != "finetune-13b")
+    stages = found["memory"]["stages"]
+    assert len(stages) == found["layout"]["pp"]
+    assert set(stages[0]["phases"]) == {"start", "step", "checkpoint save", "resume", "evaluation"}
+
+
+def test_every_recipe_is_tested():
+    assert {p.stem for p in RECIPES.glob("*.yaml")} == set(GPUS)
+
+
+@pytest.mark.timeout(60)
+def test_one_layout_takes_less_than_two_seconds_of_cpu_from_the_start_of_the_process():
+    words = [
+        sys.executable,
+        "-m",
+        "sirara",
+        "plan",
+        str(RECIPES / "llama3-70b.yaml"),
+        "--gpu",
+        "h100-sxm",
+        "--json",
+    ]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        text = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0 and json.loads(text)["fits"]
+    assert usage.ru_utime + usage.ru_stime < 2
+
+
+def test_what_does_not_fit_ends_with_3_and_names_changes_that_do(config: Path):
+    result = plan(config, "--gpu", "a100-40gb", "--train.micro_batch=8", "--train.recompute=none", code=3)
+    assert "error[SR214]" in result.output and "stage 0 needs" in result.output
+    advice = result.output.split("  try     ")[1].splitlines()[0]
+    keys = advice.split("(")[0].split()
+    assert keys
+    overrides = [w for w in keys if not w.startswith("gpus=")]
+    gpus = [f"--gpus={w.removeprefix('gpus=')}" for w in keys if w.startswith("gpus=")]
+    free = ["mesh.dp=auto"] if gpus else []
+    plan(
+        config,
+        "--gpu",
+        "a100-40gb",
+        "--train.micro_batch=8",
+        "--train.recompute=none",
+        *free,
+        *overrides,
+        *gpus,
+    )
+
+
+def test_what_if_is_answered_beside_the_plan(config: Path):
+    asked = ["train.micro_batch=2", "gpus=16", "gpu=h100-sxm", "data.seq_len=1024", "mesh.zero=3",
+             "offload.optimizer=host", "train.micro_batch=7"]  # fmt: skip
+    words = [w for a in asked for w in ("--what-if", a)]
+    found = json.loads(plan(config, "--gpu", "a100-80gb", "--json", *words).stdout)
+    changes = {c["keys"]: c for c in found["what_if"]}
+    assert list(changes) == asked
+    assert changes["gpu=h100-sxm"]["step_s"] < found["time"]["step_s"]
+    assert changes["gpus=16"]["step_s"] < found["time"]["step_s"]
+    assert changes["mesh.zero=3"]["device_bytes"] < found["memory"]["device_bytes"]
+    assert not changes["offload.optimizer=host"]["runs_now"]
+    assert "does not divide" in changes["train.micro_batch=7"]["error"]
+
+
+def test_money_and_goodput_follow_price_and_failures(config: Path):
+    cheap = json.loads(plan(config, "--gpu", "a100-80gb", "--price", 1, "--json").stdout)
+    dear = json.loads(plan(config, "--gpu", "a100-80gb", "--price", 3, "--mtbf", 50, "--json").stdout)
+    assert cheap["run"]["money"] == pytest.approx(cheap["run"]["gpu_hours"])
+    assert dear["run"]["money"] == pytest.approx(3 * dear["run"]["gpu_hours"])
+    assert dear["goodput"]["ratio"] < cheap["goodput"]["ratio"]
+
+
+def test_a_search_prints_the_layout_as_keys_that_work(config: Path):
+    found = json.loads(plan(config, "--gpu", "a100-80gb", "--search", "--json").stdout)
+    now = found["best_now"]
+    assert now["plan"]["fits"] and now["plan"]["runs_now"]
+    again = json.loads(plan(config, "--gpu", "a100-80gb", "--json", *now["overrides"]).stdout)
+    assert again["time"]["step_s"] == pytest.approx(now["plan"]["time"]["step_s"])
+
+
+def test_mesh_auto_is_searched(config: Path):
+    text = plan(config, "--gpu", "a100-80gb", "--gpus", 8, "mesh=auto").stdout
+    assert "searched" in text and "left out" in text
+
+
+def test_cost_looks_at_fewer_devices_and_memory_at_less_memory(config: Path):
+    words = [config, "--gpu", "a100-80gb", "--gpus", 16, "mesh.dp=auto", "--search", "--json"]
+    fast = json.loads(plan(*words).stdout)
+    cheap = json.loads(plan(*words, "--objective", "cost").stdout)
+    small = json.loads(plan(*words, "--objective", "memory").stdout)
+    assert cheap["best"]["plan"]["run"]["gpu_hours"] <= fast["best"]["plan"]["run"]["gpu_hours"]
+    assert small["best"]["plan"]["memory"]["device_bytes"] < fast["best"]["plan"]["memory"]["device_bytes"]
+
+
+def test_unlike_nodes_are_named_by_groups(config: Path):
+    text = plan(config, "--gpu", "a100-80gb:8+h100-sxm:8", "mesh.dp=16").stdout
+    assert "16 x a100-80gb" in text
+    result = plan(config, "--gpu", "a100-80gb+h100-sxm", code=2)
+    assert "how many of each" in result.output
+
+
+def test_page_and_picture_are_written(config: Path, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    page, picture = tmp_path / "plan.html", tmp_path / "plan.png"
+    plan(config, "--gpu", "a100-80gb", "mesh={pp: 4, dp: 2}", "--html", page, "--png", picture)
+    assert page.read_text().startswith("<!doctype html>") and picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_machine_of_ones_own_is_a_file(config: Path, tmp_path: Path):
+    own = tmp_path / "own.yaml"
+    own.write_text(yaml.safe_dump({"big-a100": {"like": "a100-80gb", "hbm": 200}}))
+    found = json.loads(plan(config, "--gpu", own, "--json").stdout)
+    assert found["gpu"] == "big-a100" and found["memory"]["capacity_bytes"] == 200e9
+
+
+def test_devices_that_the_mesh_does_not_ask_for_are_refused(config: Path):
+    result = plan(config, "--gpus", 12, code=2)
+    assert "SR216" in result.output and "--search" in result.output

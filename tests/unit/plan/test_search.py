@@ -1,0 +1,141 @@
+"""The search finds what enumeration finds, quickly, and says why the rest is left out."""
+
+import os
+
+import numpy as np
+import pytest
+
+from sirara.config.schema import RunConfig
+from sirara.errors import PlanError, SiraraError
+from sirara.plan.constants import fitted
+from sirara.plan.from_config import cluster_of
+from sirara.plan.hardware import find, table
+from sirara.plan.layouts import Space, inner, outers, overrides_of, runnable_space, whole_space
+from sirara.plan.search import configured, search
+from sirara.plan.verdict import Setting, plan
+from sirara.pure.families import PRESETS
+
+SHAPE = PRESETS["llama2-7b"]
+
+
+def config(**train) -> RunConfig:
+    numerics = train.pop("numerics", "exact")
+    return RunConfig.model_validate(
+        {
+            "numerics": numerics,
+            "model": {"preset": "llama2-7b"},
+            "data": {"train": [{"path": "none"}], "seq_len": 2048},
+            "train": {"steps": 10, "global_batch": 64, "micro_batch": 1, "precision": "bf16", **train},
+        }
+    )
+
+
+def setting(gpus: int, gpu: str = "a100-80gb", **more) -> Setting:
+    accelerator = find(gpu)
+    return Setting(
+        cluster=cluster_of(accelerator, gpus=gpus), table=table([accelerator]), constants=fitted(), **more
+    )
+
+
+SMALL = Space(
+    gpus=8, pp=(1, 2, 4), tp=(1, 2, 4), zero=(0, 1, 3), micro_batch=(1, 2), sequence_parallel=(0, 1),
+    recompute=((0, 1.0), (64, 1.0)),
+)  # fmt: skip
+
+
+def test_the_best_is_what_one_by_one_finds():
+    found = search(config(), SHAPE, setting(8), SMALL)
+    inside, times = inner(SMALL), []
+    for outer in outers(SMALL):
+        for i in range(len(inside)):
+            words = overrides_of(SMALL, outer, inside, i, layers=SHAPE.layers, block=None)
+            try:
+                one = plan(configured(config(), tuple(words)), SHAPE, setting(8), dp=outer.dp)
+            except SiraraError:
+                continue
+            if one.fits:
+                times.append(one.step_s)
+    assert found.best.step_s == pytest.approx(min(times), rel=2e-3)
+    assert found.best.fits and found.layouts >= found.legal >= found.fitting > 50
+
+
+def test_memory_is_the_objective_within_a_quarter_of_the_fastest_time():
+    fast = search(config(), SHAPE, setting(8), SMALL)
+    small = search(config(), SHAPE, setting(8), SMALL, objective="memory")
+    assert small.best.device_bytes < fast.best.device_bytes
+    assert small.best.step_s <= 1.3 * fast.best.step_s
+
+
+def test_a_ceiling_binds():
+    low = search(config(), SHAPE, setting(8, ceiling_bytes=30 * 2.0**30), SMALL)
+    assert low.best.device_bytes <= 30 * 2**30
+
+
+def test_every_value_of_every_knob_has_a_time_or_a_reason():
+    found = search(config(), SHAPE, setting(8), whole_space(config(), SHAPE, find("a100-80gb"), 8))
+    assert {s.knob for s in found.sensitivity} == {
+        "pp", "tp", "cp", "ep", "zero", "schedule", "micro_batch", "recompute", "sequence_parallel", "offload",
+        "precision",
+    }  # fmt: skip
+    for s in found.sensitivity:
+        assert np.isfinite(s.step_s) != bool(s.reason)
+    assert sum(found.reasons.values()) == found.layouts - found.fitting
+
+
+def test_alternatives_are_five_others():
+    found = search(config(), SHAPE, setting(8), whole_space(config(), SHAPE, find("a100-80gb"), 8))
+    keys = [tuple(a.words.items()) for a in found.alternatives]
+    assert len(set(keys)) == 5 and tuple(found.best_words.items()) not in keys
+
+
+def test_only_what_runs_is_chosen_for_a_run():
+    accelerator = find("a100-80gb")
+    found = search(config(), SHAPE, setting(16), runnable_space(config(), SHAPE, accelerator, 16))
+    assert found.best_now is not None and not found.best_now.not_run
+    assert found.now_words["cp"] == "1" and found.now_words["offload"] == "none"
+
+
+def test_where_exact_sums_do_not_fit_fast_ones_are_named():
+    space = Space(
+        gpus=1, pp=(1,), tp=(1,), zero=(0,), micro_batch=(1,), sequence_parallel=(0,), recompute=((64, 1.0),)
+    )
+    exact = plan(configured(config(recompute="full"), ("mesh.dp=1",)), SHAPE, setting(1), dp=1)
+    fast = plan(
+        configured(config(recompute="full", numerics="fast"), ("mesh.dp=1",)), SHAPE, setting(1), dp=1
+    )
+    # One block of one microbatch at a time still keeps the binary counter of all of them.
+    between = (fast.device_bytes + 1e9, exact.device_bytes)
+    assert between[0] < between[1]
+    roomy = setting(1, "b300", ceiling_bytes=between[0])
+    found = search(config(recompute="full"), SHAPE, roomy, space)
+    assert found.numerics == "fast" and found.best.config.numerics == "fast"
+
+
+def test_nothing_fits_says_how_near_it_came():
+    with pytest.raises(PlanError, match="fits") as error:
+        search(config(), SHAPE, setting(8, ceiling_bytes=1e9), SMALL)
+    assert error.value.code == "SR215" and error.value.try_[0].startswith("nearest, ")
+
+
+@pytest.mark.timeout(240)
+def test_fifty_thousand_layouts_a_second_of_cpu_time():
+    space = whole_space(config(), SHAPE, find("h100-sxm"), 64)
+    before = os.times()
+    found = search(config(global_batch=1024), SHAPE, setting(64, "h100-sxm"), space)
+    after = os.times()
+    spent = after.user + after.system - before.user - before.system
+    assert found.legal / spent > 25_000, f"{found.legal / spent:,.0f} a second"
+    assert found.layouts / spent > 50_000
+
+
+def test_the_slowest_of_unlike_nodes_sets_the_pace_and_the_smallest_the_memory():
+    a, h = find("a100-40gb"), find("h100-sxm")
+    mixed = Setting(cluster=cluster_of(a, gpus=16), table=table([a, h]), counts=(8, 8), constants=fitted())
+    there = configured(config(recompute="full"), ("mesh={dp: 16, zero: 3}",))
+    slow = plan(there, SHAPE, setting(16, "a100-40gb"), dp=16)
+    both = plan(there, SHAPE, mixed, dp=16)
+    assert both.step_s == pytest.approx(slow.step_s, rel=0.02) and both.step_s >= slow.step_s
+    assert both.setting.capacity_bytes == a.hbm_bytes
+    assert both.mfu < slow.mfu
+    found = search(config(), SHAPE, mixed, whole_space(config(), SHAPE, a, 16))
+    assert found.best.device_bytes <= a.hbm_bytes

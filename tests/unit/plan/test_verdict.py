@@ -1,0 +1,163 @@
+"""One layout judged: memory by the executor's own rules, terms that add up, the verdict and its advice."""
+
+from dataclasses import replace
+
+import pytest
+
+from sirara.config.schema import RunConfig
+from sirara.plan.buffers import buffers_of
+from sirara.plan.constants import fitted
+from sirara.plan.from_config import cluster_of
+from sirara.plan.hardware import find, table
+from sirara.plan.verdict import GIB, Setting, nearest, plan, refusal, state_bytes, what_does_not_run
+from sirara.pure.families import PRESETS, parameter_count
+from sirara.pure.shape import ModelShape
+from sirara.pure.tree import deal
+from sirara.train.trace import trace
+
+SHAPE = ModelShape(family="gpt2", layers=4, hidden=64, heads=4, vocab=101, max_seq=16)
+SIZES = {"family": "gpt2", "layers": 4, "hidden": 64, "heads": 4, "vocab": 101, "max_seq": 16}
+
+
+def config(*, mesh=None, model=None, seq=16, context=None, **train) -> RunConfig:
+    numerics = train.pop("numerics", "exact")
+    offload = train.pop("offload", {})
+    tree = {
+        "numerics": numerics,
+        "model": model or SIZES,
+        "data": {"train": [{"path": "none"}], "seq_len": seq},
+        "train": {"steps": 10, "global_batch": 16, "micro_batch": 2, **train},
+        "mesh": mesh or {},
+        "offload": offload,
+    }
+    return RunConfig.model_validate(tree, context=context)
+
+
+def setting(gpus: int, gpu: str = "a100-80gb") -> Setting:
+    accelerator = find(gpu)
+    return Setting(cluster=cluster_of(accelerator, gpus=gpus), table=table([accelerator]), constants=fitted())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "train"),
+    [
+        ({"pp": 2, "dp": 2}, {}),
+        ({"pp": 2, "dp": 2, "zero": 0}, {}),
+        ({"pp": 1, "dp": 4, "zero": 3}, {"precision": "bf16"}),
+        ({"pp": 2, "dp": 2, "zero": 3, "gather": "step"}, {}),
+        ({"dp": 2, "tp": 2, "zero": 2}, {"precision": "bf16"}),
+        ({"pp": 2, "dp": 1, "tp": 2, "sequence_parallel": True}, {"optimizer": {"name": "lion"}}),
+        ({"pp": 2, "dp": 2, "schedule": "interleaved"}, {"optimizer": {"name": "muon"}}),
+    ],
+)
+def test_weights_state_and_window_are_those_of_the_real_ranks(mesh, train):
+    c = config(mesh=mesh, **train)
+    world = c.mesh.pp * c.mesh.dp * c.mesh.tp
+    found = plan(c, SHAPE, setting(world), dp=c.mesh.dp)
+    for stage in found.held.stages:
+        real = trace(c, SHAPE, rank=stage.rank * world // c.mesh.pp).held
+        planned = {
+            "weights": stage.weights, "masters": stage.masters, "optimizer": stage.optimizer, "window": stage.window
+        }  # fmt: skip
+        assert planned == {k: real[k] for k in planned}
+        # Small groups share buffers of equal size, so what is played comes near, not equal.
+        assert stage.gradients == pytest.approx(real["gradients and exchange"], rel=0.62)
+
+
+def test_buffers_of_a_large_model_are_those_of_the_real_rank():
+    shape = ModelShape(family="gpt2", layers=16, hidden=256, heads=4, vocab=101, max_seq=16)
+    c = config(
+        model={**SIZES, "layers": 16, "hidden": 256}, mesh={"dp": 2}, global_batch=32, precision="bf16"
+    )
+    real = trace(c, shape, rank=0).held["gradients and exchange"]
+    found = plan(c, shape, setting(2), dp=2)
+    assert found.held.stages[0].gradients == pytest.approx(real, rel=0.03)
+
+
+def test_blocks_hold_as_many_buffers_as_they_are_deep():
+    for k in range(1, 5):
+        dealt = deal(1 << k, 1, 1 << k)
+        assert buffers_of(dealt, lean=False, fast=False, same=True).full_sum == max(1, k)
+    assert buffers_of(deal(64, 4, 8), lean=False, fast=True, same=True).full_sum == 1
+
+
+@pytest.mark.parametrize("mesh", [{}, {"pp": 2, "dp": 2}, {"tp": 2, "dp": 2, "zero": 3}])
+def test_terms_of_the_step_add_up(mesh):
+    c = config(mesh=mesh)
+    dp = c.mesh.dp if c.mesh.dp != "auto" else 1
+    found = plan(c, SHAPE, setting(c.mesh.pp * c.mesh.tp * dp), dp=dp)
+    assert sum(float(v[0]) for v in found.times.exposed().values()) == pytest.approx(found.step_s, rel=1e-6)
+    busiest = found.held.busiest
+    parts = busiest.static + busiest.activations + max(busiest.loss, busiest.transient)
+    assert parts == pytest.approx(found.allocated_bytes)
+    assert found.allocated_bytes <= found.reserved_bytes <= found.device_bytes
+    assert busiest.phases()["step"] == max(busiest.phases().values())
+
+
+def big(**train):
+    mesh = train.pop("mesh", {"dp": 8, "zero": 1})
+    return config(
+        model={"preset": "llama2-7b"}, seq=2048, mesh=mesh, precision="bf16", global_batch=64, **train
+    )
+
+
+def test_a_plan_that_does_not_fit_names_stage_terms_and_changes_that_fit():
+    shape = PRESETS["llama2-7b"]
+    c = big(micro_batch=8)
+    found = plan(c, shape, setting(8, "a100-40gb"), dp=8)
+    assert not found.fits
+    keys = "train.micro_batch=1 train.recompute=full mesh.zero=3"
+    other = big(micro_batch=1, recompute="full", mesh={"dp": 8, "zero": 3})
+    changes = nearest(found, [(keys, other, 8), ("train.micro_batch=7", "7 does not divide 64", 0)])
+    assert changes[0].fits and changes[1].error
+    error = refusal(found, changes)
+    assert error.exit_code == 3 and error.code == "SR214"
+    assert "stage 0 needs" in error.what and "GiB" in error.why
+    assert error.try_[0].startswith(keys)
+
+
+def test_blocks_are_chosen_so_that_the_plan_fits():
+    shape = PRESETS["llama2-7b"]
+    c = big(micro_batch=1, recompute="full")
+    roomy = plan(c, shape, setting(8, "b300"), dp=8)
+    assert roomy.held.deal.k == 3
+    small = replace(setting(8, "b300"), ceiling_bytes=roomy.device_bytes - 1 * GIB)
+    found = plan(c, shape, small, dp=8)
+    assert found.fits and found.held.deal.k < 3
+    asked = plan(
+        big(micro_batch=1, recompute="full", mesh={"dp": 8, "zero": 1, "block": 8}), shape, small, dp=8
+    )
+    assert not asked.fits
+
+
+def test_fast_sums_take_less_than_exact_ones():
+    shape = PRESETS["llama2-7b"]
+    exact = plan(big(), shape, setting(8), dp=8)
+    fast = plan(big(numerics="fast"), shape, setting(8), dp=8)
+    assert fast.held.busiest.gradients < exact.held.busiest.gradients
+
+
+def test_what_does_not_run_yet_is_said():
+    c = config(offload={"optimizer": "host"}, context={"on_paper": True})
+    assert "offload.optimizer=host does not run yet" in what_does_not_run(c)
+    found = plan(c, SHAPE, setting(1), dp=1)
+    assert found.not_run and found.as_record()["runs_now"] is False
+    assert what_does_not_run(config()) == ""
+
+
+def test_saved_bytes_are_weights_masters_and_moments():
+    n = parameter_count(SHAPE)
+    assert state_bytes(config(), SHAPE) == n * (4 + 8)
+    assert state_bytes(config(precision="bf16"), SHAPE) == n * (2 + 4 + 8)
+
+
+def test_model_flops_follow_the_stated_convention():
+    # 6 FLOPs per parameter and token are what counting matmuls gives, but for attention and the embedding.
+    shape = PRESETS["llama2-7b"]
+    found = plan(big(), shape, setting(8), dp=8)
+    tokens = 64 * 2048
+    flops = found.mfu * 312e12 * 8 * found.step_s
+    matrices = parameter_count(shape) - shape.vocab * shape.hidden
+    attention = 3 * 2 * shape.layers * 4096 * 2049 * tokens
+    assert flops == pytest.approx(6 * matrices * tokens + attention, rel=1e-3)
+    assert found.mfu < found.mfu_whole and found.hfu == pytest.approx(found.mfu)
