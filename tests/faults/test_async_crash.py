@@ -81,9 +81,9 @@ def before(request, root) -> Path:
 
 
 @pytest.fixture
-def copy(before, root, request):
+def copy(before, root):
     """Makes copies of the run as it was before the save, and removes each when the next is asked for."""
-    folder = root / f"case-{request.node.name.partition('[')[0][:40]}"
+    folder = root / "case"  # always the same: another one would be another copy of the run
 
     def fresh() -> Path:
         shutil.rmtree(folder, ignore_errors=True)
@@ -311,6 +311,17 @@ def test_a_node_lost_in_the_middle_of_a_save_leaves_one_of_both_steps_to_the_oth
         step, found = training.restored(lost=[victim])
         assert found.skipped == () and step in (1, 2)
         assert any(row.tier in ("memory", "peer") and "taken from" in row.what for row in found.table)
+
+
+def test_memory_alone_does_not_outlive_its_node_and_the_disk_is_taken(root, case):
+    training = fresh_run(root, "no-copy", MEMORY, world=4, per_node=1, on_disk=False)
+    training.saved(1, tiers=["disk"])
+    training.saved(2, attempt=2, tiers=["memory"])
+    shutil.rmtree(training.memory(1))
+    step, found = training.restored(attempt=3, lost=[1])
+    case("lost nodes without a copy")
+    assert step == 1
+    assert any(row.step == 2 and "the images of ranks 1 are nowhere" in row.why for row in found.table)
 
 
 # ---- system calls
