@@ -86,4 +86,7 @@ def fitted() -> Constants:
     text = files("sirara.plan").joinpath("constants.json").read_text(encoding="utf-8")
     data = json.loads(text)
     factors = {name: (float(m), float(a)) for name, (m, a) in data["by_accelerator"].items()}
-    return Constants(**{n: float(data["global"][n]["value"]) for n in TIME + MEMORY}, by_accelerator=factors)
+    return Constants(
+        **{n: float(data["global"][n]["value"]) for n in TIME + MEMORY if n in data["global"]},
+        by_accelerator=factors,
+    )

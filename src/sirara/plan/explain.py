@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sirara.plan.held import StageMemory
+from sirara.plan.residuals import Residual
 from sirara.plan.search import Found
 from sirara.plan.verdict import GIB, Change, Plan
 from sirara.pure.schedule import Kind
@@ -60,7 +61,9 @@ def terms_of(plan: Plan, stage: StageMemory) -> dict[str, float]:
 def text(plan: Plan, *, assumed: Sequence[str] = ()) -> str:
     """The whole plan for a terminal; a person reads it in a minute."""
     parts = [_head(plan, assumed), _memory(plan), _phases(plan), _time(plan), _pipeline(plan), _saves(plan)]
-    return "\n\n".join("\n".join(lines) for lines in (*map(list, parts), list(_verdict(plan))) if lines)
+    return "\n\n".join(
+        "\n".join(lines) for lines in (*map(list, parts), [*_bars(plan), *_verdict(plan)]) if lines
+    )
 
 
 def _head(plan: Plan, assumed: Sequence[str]) -> Iterator[str]:
@@ -114,9 +117,13 @@ def shown_stages(stages: Sequence[StageMemory]) -> list[StageMemory]:
     return [s for s in stages if s.rank in keep]
 
 
+def _error(residual: Residual | None) -> str:
+    return "" if residual is None else f" +- {residual.mean:.0%}"
+
+
 def _memory(plan: Plan) -> Iterator[str]:
     capacity = plan.setting.capacity_bytes
-    error = f" +- {plan.memory_error:.0%}" if plan.memory_error else ""
+    error = _error(plan.bars.memory)
     yield (
         f"memory, GiB per device{error}: allocated {plan.allocated_bytes / GIB:.1f}, "
         f"reserved {plan.reserved_bytes / GIB:.1f}, device {plan.device_bytes / GIB:.1f} of {capacity / GIB:.1f}"
@@ -147,7 +154,7 @@ def _phases(plan: Plan) -> Iterator[str]:
 
 
 def _time(plan: Plan) -> Iterator[str]:
-    error = f" +- {plan.step_error:.0%}" if plan.step_error else ""
+    error = _error(plan.bars.time)
     yield (
         f"step {_seconds(plan.step_s)}{error}: {plan.tokens_per_s:,.0f} tokens/s "
         f"({plan.tokens_per_s / plan.gpus:,.0f} per device), MFU {plan.mfu:.1%} "
@@ -243,6 +250,15 @@ def _saves(plan: Plan) -> Iterator[str]:
         f"run of {plan.config.train.steps:,} steps, {tokens / 1e9:,.1f} B tokens: {_seconds(plan.run_s)}, "
         f"{plan.gpu_hours:,.0f} device hours{money}"
     )
+
+
+def _bars(plan: Plan) -> Iterator[str]:
+    found = [(what, r) for what, r in (("step times", plan.bars.time), ("memory", plan.bars.memory)) if r]
+    for what, r in found:
+        yield (
+            f"error bars: {what} of {r.n} published runs ({plan.bars.alike}) were {r.mean:.1%} off on average, "
+            f"{r.p90:.1%} in the worst tenth"
+        )
 
 
 def _verdict(plan: Plan) -> Iterator[str]:

@@ -112,7 +112,6 @@ class _Table:
 
 def search(
     config: RunConfig, shape: ModelShape, setting: Setting, space: Space, *, objective: str = "time",
-    errors: tuple[float, float] = (0.0, 0.0),
 ) -> Found:  # fmt: skip
     """The best layout of a space for an objective: "time", "cost" or "memory".
 
@@ -128,10 +127,10 @@ def search(
     if not np.isfinite(table.step).any():
         raise _nothing(table, setting)
     order = _ranked(table, objective)
-    best, at = _first(config, shape, setting, table, order, errors, now=False)
+    best, at = _first(config, shape, setting, table, order, now=False)
     if best is None:
         raise _nothing(table, setting)
-    now, now_at = _first(config, shape, setting, table, order, errors, now=True)
+    now, now_at = _first(config, shape, setting, table, order, now=True)
     return Found(
         best=best,
         best_words=_words(table, at),
@@ -239,8 +238,7 @@ def _ranked(table: _Table, objective: str) -> NDArray[np.int64]:
 
 
 def _first(
-    config: RunConfig, shape: ModelShape, setting: Setting, table: _Table, order: NDArray[np.int64],
-    errors: tuple[float, float], *, now: bool,
+    config: RunConfig, shape: ModelShape, setting: Setting, table: _Table, order: NDArray[np.int64], *, now: bool,
 ) -> tuple[Plan | None, int]:  # fmt: skip
     """The first of the ranking that fits when its memory is counted by the executor's rules too."""
     tried = 0
@@ -252,9 +250,7 @@ def _first(
             break
         try:
             there = configured(config, _overrides(table, int(at), shape))
-            found = plan(
-                there, shape, setting, dp=table.outers[int(at) // len(table.inside)].dp, errors=errors
-            )
+            found = plan(there, shape, setting, dp=table.outers[int(at) // len(table.inside)].dp)
         except SiraraError:
             # A split or a share that the closed rules let pass.
             continue

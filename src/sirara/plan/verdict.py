@@ -22,6 +22,7 @@ from sirara.plan.held import Held, held
 from sirara.plan.memory import Memory, memory
 from sirara.plan.offload import slowest
 from sirara.plan.points import Points
+from sirara.plan.residuals import Bars, Residual, bars
 from sirara.pure.families import ModelShape, parameter_count, unit_specs
 
 GIB = float(1 << 30)
@@ -99,8 +100,7 @@ class Plan:
     goodput: Goodput
     not_run: str
     """What of it this version does not run, "" if all."""
-    step_error: float
-    memory_error: float
+    bars: Bars
 
     @property
     def gpus(self) -> int:
@@ -162,14 +162,14 @@ class Plan:
                 "reserved_bytes": self.reserved_bytes,
                 "device_bytes": self.device_bytes,
                 "capacity_bytes": self.setting.capacity_bytes,
-                "error": self.memory_error,
+                "error": error_of(self.bars.memory),
                 "stages": [
                     {**{k: v for k, v in asdict(s).items() if k != "units"}, "step": s.step, "phases": s.phases()}
                     for s in self.held.stages
                 ],
             },
             "time": {
-                "step_s": self.step_s, "error": self.step_error, "exposed_s": exposed, "hidden_s": hidden,
+                "step_s": self.step_s, "error": error_of(self.bars.time), "exposed_s": exposed, "hidden_s": hidden,
                 "tokens_per_s": self.tokens_per_s, "mfu": self.mfu, "mfu_whole_square": self.mfu_whole,
                 "hfu": self.hfu,
             },
@@ -185,18 +185,14 @@ def plan(
     setting: Setting,
     *,
     dp: int,
-    errors: tuple[float, float] = (0.0, 0.0),
 ) -> Plan:
-    """The plan of a configuration as it stands, `mesh.block: auto` chosen so that it fits, if it can.
-
-    Args:  errors: (step time, memory): relative, of the validation rows that are alike.
-    """
+    """The plan of a configuration as it stands, `mesh.block: auto` chosen so that it fits, if it can."""
     columns = {**model_columns(config, shape), **layout_columns(config, shape, dp=dp)}
-    found = _judged(config, shape, setting, columns, errors)
+    found = _judged(config, shape, setting, columns)
     depths = range(int(found.point.block[0]) - 1, -1, -1)
     if config.mesh.block == "auto" and not found.fits:
         for k in depths:
-            other = _judged(config, shape, setting, {**columns, "block": k}, errors)
+            other = _judged(config, shape, setting, {**columns, "block": k})
             if other.device_bytes < found.device_bytes:
                 found = other
             if found.fits:
@@ -209,7 +205,6 @@ def _judged(
     shape: ModelShape,
     setting: Setting,
     columns: Mapping[str, Any],
-    errors: tuple[float, float],
 ) -> Plan:
     point = as_points(columns, setting.cluster)
     used = memory(point, setting.table, setting.constants)
@@ -242,9 +237,13 @@ def _judged(
             reliability=setting.reliability,
         ),
         not_run=what_does_not_run(config),
-        step_error=errors[0],
-        memory_error=errors[1],
+        bars=bars(point),
     )
+
+
+def error_of(residual: Residual | None) -> float | None:
+    """The mean error of runs that are alike."""
+    return None if residual is None else residual.mean
 
 
 def what_does_not_run(config: RunConfig) -> str:
