@@ -241,7 +241,9 @@ def _moved(p: Points, r: _Rates, k: Constants, ffn: Floats, *, tokens: Floats) -
     active = tokens / p.tp * ffn * (4 + 2 * p.gated) * apart
     low = p.dtype >= DTYPES.index("fp8")
     cast = low * (4 * (2 * h * serial + (ag / p.tp) * p.tokens) + 4 * tokens * ffn / p.tp * apart)
-    forward = (around + heads + active + cast) * k.traffic / r.hbm
+    # Adapters beside the four linear layers: dropout of the input, the sum with the output; graphs have them fused.
+    adapters = p.lora * (p.launch != Launch.GRAPHS) * (serial * 8 * h + p.tokens / p.tp * (10 * ag + 12 * kg + (10 + 6 * p.gated) * ffn))
+    forward = (around + heads + active + cast + adapters) * k.traffic / r.hbm
     return forward, 1.5 * forward
 
 
@@ -480,7 +482,7 @@ def _step(
     hidden_pp = traffic * 0.8 * p.pp_overlap
     pipe = m * (traffic - hidden_pp) + np.where(pp > 1, 2 * (pp - 1) * boundary, 0.0)
     work = pick(stage("forward") + stage("backward")) * m + pick(heads * (ends[0] + ends[1])[:, None]) * m
-    dp_s, dp_hidden = _reduced(p, r, s, z, k, per_stage[:, 0] * 0.6)
+    dp_s, dp_hidden = _reduced(p, r, s, z, k, per_stage[:, 0])
     dp_s, dp_hidden = dp_s + m * pick(s.blocks) * shard_s, dp_hidden + m * pick(s.blocks) * shard_hidden
     optimizer, offload = _updated(p, r, s, z)
     beside = np.minimum(work, dp_hidden + m * (pick(stage("hidden_tp") + stage("hidden_ep"))))
@@ -558,9 +560,12 @@ def _sharded(p: Points, r: _Rates, z: Sizes, k: Constants, a: _Paced, e: _Paced)
 
 
 def _reduced(
-    p: Points, r: _Rates, s: Stages, z: Sizes, k: Constants, last_backward: Floats
+    p: Points, r: _Rates, s: Stages, z: Sizes, k: Constants, beside: Floats
 ) -> tuple[Floats, Floats]:
-    """(exposed, hidden) seconds of a step's gradient reduction and parameter gathering, ZeRO 0 to 2."""
+    """(exposed, hidden) seconds of a step's gradient reduction and parameter gathering, ZeRO 0 to 2.
+
+    Where they overlap, gradients go beside the last backward and parameters beside the next forward: `beside` seconds.
+    """
     blocks = s.blocks.max(axis=1)
     mixtures = s.mixtures.max(axis=1)
     dense = (
@@ -589,7 +594,7 @@ def _reduced(
     table = p.vocab * p.hidden / p.tp * p.reduce_bytes * trained
     near = np.where(p.gpus <= r.domain, 2.0, 1.0)
     tie = np.where((p.tied > 0) & (p.pp > 1), 2 * _gather_s(r, k, table, 2.0 * np.ones(len(p)), near), 0.0)
-    hidden = np.where(per_step, np.minimum(total * 0.9, last_backward * p.pp) * p.dp_overlap, 0.0)
+    hidden = np.where(per_step, np.minimum(total * 0.9, beside * p.pp) * p.dp_overlap, 0.0)
     return total - hidden + tie, hidden
 
 

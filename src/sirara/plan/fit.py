@@ -92,7 +92,7 @@ def fit(
 
 
 def _weights(groups: Sequence[str]) -> Floats:
-    """A group of n rows counts as n^0.2: more than one row, far less than n copies of one machine's habits."""
+    """A group of n rows counts as n^0.2, less below ten: many rows of one machine repeat its habits, few say little."""
     size = {g: groups.count(g) for g in set(groups)}
-    weight = np.array([size[g] ** -0.8 for g in groups])
+    weight = np.array([size[g] ** -0.8 * min(1.0, size[g] / 10) for g in groups])
     return weight * (sum(n**0.5 for n in size.values()) / weight.sum())

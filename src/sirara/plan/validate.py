@@ -203,7 +203,7 @@ def _report(
     )
 
 
-def sweeps(rows: Rows, at: Sequence[int] | NDArray[np.int64], *, least: int = 3) -> list[NDArray[np.int64]]:
+def sweeps(rows: Rows, at: Sequence[int] | NDArray[np.int64], *, least: int = 4) -> list[NDArray[np.int64]]:
     """Rows of one source, model, accelerator and count with the same global batch and sequence, which differ in layout."""
     groups: dict[tuple[object, ...], list[int]] = {}
     p = rows.points
