@@ -2,6 +2,8 @@
 
     python -m benchmarks.plot_planner ROWS.csv [--write]
 
+With --write the page's tables are made anew too, that of the recipes included.
+
 Step times are predicted by constants fitted without the run's own project; with --write the plots go to
 docs/planner/ and the errors to src/sirara/plan/residuals.json.
 """
@@ -12,17 +14,44 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from click.testing import CliRunner
 
 matplotlib.use("Agg")
 
 from matplotlib.figure import Figure
 
+from sirara.cli.main import cli
 from sirara.plan.constants import Constants, fitted
 from sirara.plan.hardware import shipped_table
 from sirara.plan.residuals import FILE, kinds_of
 from sirara.plan.rows import read
 from sirara.plan.validate import project, resolve, validate
 
+# recipe, accelerator, overrides, what was published, where
+RECIPES = (
+    (
+        "bloom-176b",
+        "a100-80gb",
+        "",
+        "105.9 s; 60 GB (nvidia-smi)",
+        "BLOOM's chronicles (bigscience-workshop)",
+    ),
+    ("mt-nlg-530b", "a100-80gb", "", "44.4 s", "arXiv:2201.11990, section 2.4, as in cli99/llm-analysis"),
+    ("mt-nlg-530b", "a100-80gb", "mesh.dp=10", "50.2 s", "the same"),
+    ("mt-nlg-530b", "a100-80gb", "mesh.dp=8", "60.1 s", "the same"),
+    ("gpt-1t", "a100-80gb", "", "102.6 s", "arXiv:2104.04473, table 1"),
+    ("llama3-8b", "h100-96gb", "", "2.92 s; 67 GiB reserved", "torchtitan, December 2024, table 3"),
+    (
+        "llama3-70b",
+        "h100-sxm",
+        "train.precision=fp8",
+        "20.1 s, 8-bit, other recompute",
+        "Megatron-Bridge 26.04",
+    ),
+    ("llama3-405b", "h100-sxm", "", "400 TFLOP/s per device", "arXiv:2407.21783"),
+    ("finetune-13b", "a100-80gb", "", "none of this layout", ""),
+    ("laptop", "cpu", "", "none", ""),
+)
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -69,6 +98,36 @@ def plot(path, title, unit, sources, predicted, measured):
     return lines
 
 
+def recipe_table():
+    """Predicted beside published, as the page shows it."""
+    lines = [
+        "| recipe | devices | step, exact | step, fast | MFU, fast | device GiB, exact / fast | published | source |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for name, gpu, words, published, source in RECIPES:
+        found = []
+        for numerics in ("exact", "fast"):
+            path = str(ROOT / "examples" / "recipes" / f"{name}.yaml")
+            said = CliRunner().invoke(
+                cli, ["plan", path, "--gpu", gpu, "--json", f"numerics={numerics}", *words.split()]
+            )
+            found.append(json.loads(said.stdout.splitlines()[0]))
+        exact, fast = found
+        sizes = " / ".join(f"{f['memory']['device_bytes'] / 2**30:.1f}" for f in found)
+        lines.append(
+            f"| `{name}` {f'`{words}`' if words else ''} | {fast['gpus']:,} {gpu} | {exact['time']['step_s']:.2f} s "
+            f"| {fast['time']['step_s']:.2f} s | {fast['time']['mfu']:.1%} | {sizes} | {published} | {source} |"
+        )
+    return lines
+
+
+def put(page, name, lines):
+    """The page with other lines between its two marks of this name."""
+    head, _, rest = page.partition(f"<!-- {name} -->\n")
+    _, _, tail = rest.partition(f"<!-- end of {name} -->\n")
+    return f"{head}<!-- {name} -->\n" + "\n".join(lines) + f"\n<!-- end of {name} -->\n{tail}"
+
+
 def main():
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("rows")
@@ -95,13 +154,19 @@ def main():
         found.predicted_bytes / gib,
         rows.memory_bytes / gib,
     )
-    for what, lines in (("step time", table), ("memory", memory)):
-        print(f"| {what}: project | rows | mean | median | p90 |\n|---|---|---|---|---|")
-        for name, n, mean, median, p90 in lines:
-            print(f"| {name} | {n} | {mean:.1%} | {median:.1%} | {p90:.1%} |")
+    lines = []
+    for what, rows_of in (("step time", table), ("memory", memory)):
+        lines += [f"| {what}: project | runs | mean | median | worst tenth |", "|---|---|---|---|---|"]
+        lines += [
+            f"| {name} | {n} | {mean:.1%} | {mid:.1%} | {p90:.1%} |" for name, n, mean, mid, p90 in rows_of
+        ]
+        lines.append("")
+    print("\n".join(lines))
     print(json.dumps(errors, indent=1))
     if given.write:
         (ROOT / "src" / "sirara" / "plan" / FILE).write_text(json.dumps(errors, indent=1) + "\n")
+        page = ROOT / "docs" / "planner.md"
+        page.write_text(put(put(page.read_text(), "errors", lines[:-1]), "recipes", recipe_table()))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from sirara.config.units import parse_size_bytes
 from sirara.data.sources import tokenizer_of
 from sirara.errors import ConfigError, PlanError, SiraraError
 from sirara.plan.constants import fitted
-from sirara.plan.explain import as_html, changes_text, search_record, search_text, text
+from sirara.plan.explain import SOURCES, as_html, changes_text, search_record, search_text, text
 from sirara.plan.from_config import cluster_of, degree_of_dp
 from sirara.plan.goodput import Reliability
 from sirara.plan.hardware import Cluster, table
@@ -75,7 +75,14 @@ def planned(
     found = plan(loaded.config, shape, setting, dp=degree_of_dp(loaded.config, setting.cluster.gpus))
     changes = _changes(found, path, words, what_if)
     if as_json:
-        say_json({**found.as_record(), "assumed": assumed, "what_if": [_record(c) for c in changes]})
+        say_json(
+            {
+                **found.as_record(),
+                "sources": SOURCES,
+                "assumed": assumed,
+                "what_if": [_record(c) for c in changes],
+            }
+        )
     else:
         click.echo(text(found, assumed=assumed))
         if changes:

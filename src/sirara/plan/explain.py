@@ -141,6 +141,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     for s in shown_stages(plan.held.stages):
         yield f"  {s.rank:<4}|{bar(terms_of(plan, s), capacity)}"
     yield "  " + "  ".join(f"{letter} {name}" for name, letter, _ in TERMS if name in names)
+    yield "  counted by the executor's rules: weights, gradients, optimizer, window; formulas: activations, work"
 
 
 def _phases(plan: Plan) -> Iterator[str]:

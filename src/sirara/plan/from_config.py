@@ -180,9 +180,18 @@ def _blocks(config: RunConfig, shape: ModelShape) -> list[int]:
 def stage_units(config: RunConfig, shape: ModelShape) -> tuple[range, ...]:
     """The units of each (virtual) stage, as the executor splits them."""
     m = config.mesh
-    costs = unit_costs(unit_specs(shape), shape.hidden, recomputed=float(config.train.recompute == "full"))
-    owners = [rank_of(m.schedule, m.pp, stage) for stage in range(m.stages)]
-    return split_units(costs, m.stages, None if m.split == "auto" else m.split, owners=owners)
+    again = float(config.train.recompute == "full")
+    explicit = None if m.split == "auto" else tuple(m.split)
+    return _split(shape, again, m.schedule, m.pp, m.stages, explicit)
+
+
+@cache
+def _split(
+    shape: ModelShape, again: float, name: str, pp: int, stages: int, explicit: tuple[int, ...] | None
+) -> tuple[range, ...]:
+    costs = unit_costs(unit_specs(shape), shape.hidden, recomputed=again)
+    owners = [rank_of(name, pp, stage) for stage in range(stages)]
+    return split_units(costs, stages, explicit, owners=owners)
 
 
 def as_points(columns: Mapping[str, Any], cluster: Cluster, *, accelerator: Any = 0) -> Points:

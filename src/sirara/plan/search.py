@@ -47,7 +47,7 @@ CHUNK = 16_384
 """Layouts that are evaluated at once: their columns stay in the cache."""
 SLOWER = 1.25
 """How much slower than the fastest a layout may be that is wanted for its little memory."""
-TRIED = 400
+TRIED = 60
 """Candidates whose memory is counted exactly, at most."""
 
 
@@ -241,9 +241,10 @@ def _first(
     config: RunConfig, shape: ModelShape, setting: Setting, table: _Table, order: NDArray[np.int64], *, now: bool,
 ) -> tuple[Plan | None, int]:  # fmt: skip
     """The first of the ranking that fits when its memory is counted by the executor's rules too."""
-    tried = 0
+    tried, off = 0, 1.0
     for at in order:
-        if now and not _runs(table, int(at)):
+        # Where the closed form was too low once, layouts as near to the limit are not tried.
+        if float(table.device.flat[at]) * off > setting.capacity_bytes or (now and not _runs(table, int(at))):
             continue
         tried += 1
         if tried > TRIED:
@@ -256,6 +257,8 @@ def _first(
             continue
         if found.fits and (not now or not found.not_run):
             return found, int(at)
+        if not found.fits:
+            off = max(off, found.device_bytes / float(table.device.flat[at]))
     return None, -1
 
 
