@@ -37,7 +37,9 @@ def print_table(validation):
         t, m = r.time, r.memory
         line = f"{r.source[:46]:46}"
         if t:
-            line += f" n={t.n:3d} mean {t.mean:6.1%} median {t.median:6.1%} p90 {t.p90:6.1%} bias {t.bias:+6.1%}"
+            line += (
+                f" n={t.n:3d} mean {t.mean:6.1%} median {t.median:6.1%} p90 {t.p90:6.1%} bias {t.bias:+6.1%}"
+            )
         if r.sweeps:
             line += f"  {r.sweeps} sweeps, tau {r.tau:.2f}, regret {r.regret:.1%}"
         if m:

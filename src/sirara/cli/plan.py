@@ -21,7 +21,24 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 
 
-@click.command(context_settings=WITH_OVERRIDES)
+class _Plan(click.Command):
+    """`plan CONFIG`, and verbs of its own, which are imported when they are used."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args and args[0] == "validate":
+            from sirara.cli.plan_validate import plan_validate
+
+            return plan_validate.make_context(f"{info_name} validate", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command(
+    cls=_Plan,
+    context_settings=WITH_OVERRIDES,
+    epilog="`sirara plan validate ROWS.csv` compares predictions with published measurements.",
+)
 @click.argument("path", metavar="CONFIG")
 @overrides
 @click.option("--gpus", type=click.IntRange(1), help="Devices; default: what the mesh asks for.")

@@ -198,7 +198,8 @@ def _attention_linears(p: Points, r: _Rates, k: Constants) -> tuple[Floats, Floa
     up_kv = _linear(p, r, k, t, 2 * width / p.tp, p.kv_rank)
     latent = p.kv_rank > 0
     found = [
-        np.where(latent, a + b + d, e) + o for a, b, d, e, o in zip(down, up_q, up_kv, plain, out, strict=True)
+        np.where(latent, a + b + d, e) + o
+        for a, b, d, e, o in zip(down, up_q, up_kv, plain, out, strict=True)
     ]
     return found[0], found[1], found[2]
 
@@ -208,7 +209,9 @@ def _scores(p: Points, r: _Rates, k: Constants) -> tuple[Floats, Floats]:
     here = p.micro_batch * p.heads / p.tp
     rows = p.seq / p.cp
     seen = np.where(
-        p.window > 0, p.window_share * np.minimum(p.window, p.seq / 2) + (1 - p.window_share) * p.seq / 2, p.seq / 2
+        p.window > 0,
+        p.window_share * np.minimum(p.window, p.seq / 2) + (1 - p.window_share) * p.seq / 2,
+        p.seq / 2,
     )
     value = p.head_dim
     key = p.head_dim + p.rope_dim * (p.kv_rank > 0)
@@ -242,7 +245,11 @@ def _moved(p: Points, r: _Rates, k: Constants, ffn: Floats, *, tokens: Floats) -
     low = p.dtype >= DTYPES.index("fp8")
     cast = low * (4 * (2 * h * serial + (ag / p.tp) * p.tokens) + 4 * tokens * ffn / p.tp * apart)
     # Adapters beside the four linear layers: dropout of the input, the sum with the output; graphs have them fused.
-    adapters = p.lora * (p.launch != Launch.GRAPHS) * (serial * 8 * h + p.tokens / p.tp * (10 * ag + 12 * kg + (10 + 6 * p.gated) * ffn))
+    adapters = (
+        p.lora
+        * (p.launch != Launch.GRAPHS)
+        * (serial * 8 * h + p.tokens / p.tp * (10 * ag + 12 * kg + (10 + 6 * p.gated) * ffn))
+    )
     forward = (around + heads + active + cast + adapters) * k.traffic / r.hbm
     return forward, 1.5 * forward
 
@@ -489,7 +496,9 @@ def _step(
     terms = m * slowest + bubble + pipe + dp_s - m * pick(s.blocks) * shard_s + optimizer + offload
     nodes = np.maximum(1.0, p.gpus / p.per_node)
     slowed = k.slowed * beside + k.jitter * np.log2(nodes) * terms
-    kinds = _by_kind(p, plain, mixed, n_plain, n_mixed, heads, ends, pick, pick(stage("forward") + stage("backward")))
+    kinds = _by_kind(
+        p, plain, mixed, n_plain, n_mixed, heads, ends, pick, pick(stage("forward") + stage("backward"))
+    )
     return Times(
         matmul=m * kinds[0],
         attention=m * kinds[1],
@@ -534,7 +543,9 @@ def _filling(p: Points, b: _Block, back_share: Floats) -> Floats:
     weights = b.weights / np.maximum(b.work(0) + b.work(1), 1e-12)
     h1, h2 = np.maximum(0.0, 1 - weights), np.maximum(0.0, 1 - 3 * weights)
     zb = p.schedule
-    return np.select([zb == Schedule.ZB_H1, zb == Schedule.ZB_H2, zb == Schedule.ZB_V], [h1, h2, h2 * 0.5], 1.0)
+    return np.select(
+        [zb == Schedule.ZB_H1, zb == Schedule.ZB_H2, zb == Schedule.ZB_V], [h1, h2, h2 * 0.5], 1.0
+    )
 
 
 def _sharded(p: Points, r: _Rates, z: Sizes, k: Constants, a: _Paced, e: _Paced) -> tuple[Floats, Floats]:

@@ -39,7 +39,13 @@ class Fit:
 
 
 def fit(
-    p: Points, measured_s: Floats, groups: Sequence[str], hardware: Table, start: Constants, *, rounds: int = 12
+    p: Points,
+    measured_s: Floats,
+    groups: Sequence[str],
+    hardware: Table,
+    start: Constants,
+    *,
+    rounds: int = 12,
 ) -> Fit:
     """Constants that bring predictions nearest to `measured_s` [n]; `groups` [n]: rows of one group weigh as one.
 

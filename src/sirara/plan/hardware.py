@@ -64,11 +64,17 @@ class Accelerator:
             if at in self.peak_flops_per_s:
                 return self.peak_flops_per_s[at]
         raise ConfigError(
-            f"{self.name} has no peak for {dtype}", code="SR210", why=f"it has {sorted(self.peak_flops_per_s)}"
+            f"{self.name} has no peak for {dtype}",
+            code="SR210",
+            why=f"it has {sorted(self.peak_flops_per_s)}",
         )
 
     def share(self, dtype: str) -> float:
-        return self.achievable8 if dtype in ("fp8", "fp4") and "fp8" in self.peak_flops_per_s else self.achievable
+        return (
+            self.achievable8
+            if dtype in ("fp8", "fp4") and "fp8" in self.peak_flops_per_s
+            else self.achievable
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

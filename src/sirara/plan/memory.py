@@ -190,7 +190,8 @@ def _activations(p: Points) -> dict[str, Floats]:
         "qkv": t * (qkv + apart * (2 * ag + 2 * kg)) / p.tp,
         "core": t * (low * 2 * ag + flash * 4 * p.heads + scores) / p.tp,
         "wide": t * 2 * (1 + p.gated) * f / p.tp + t * routed * 2 * (1 + p.gated) * p.expert_ffn / p.tp,
-        "narrow": t * (2 * low + 2 * apart) * f / p.tp + t * routed * (2 * low + 2 * apart) * p.expert_ffn / p.tp,
+        "narrow": t * (2 * low + 2 * apart) * f / p.tp
+        + t * routed * (2 * low + 2 * apart) * p.expert_ffn / p.tp,
         "permuted": t * routed * 2 * low * h / p.tp,
         "router": t * moe * (4 * p.experts + 8 * p.topk) / p.tp,
         "input": serial * 2 * h,
@@ -207,7 +208,11 @@ def _kept(p: Points, a: dict[str, Floats]) -> Floats:
     every = sum(v for k, v in a.items() if k != "input")
     scores = np.where(p.attention > 0, 0.0, a["core"] - p.tokens * 2 * p.heads * p.head_dim / p.tp)
     kept = every - has(Recompute.CORE) * scores
-    kept = kept - has(Recompute.NORM) * a["norms"] * 0.5 - (has(Recompute.ACT) | has(Recompute.MLP)) * a["narrow"]
+    kept = (
+        kept
+        - has(Recompute.NORM) * a["norms"] * 0.5
+        - (has(Recompute.ACT) | has(Recompute.MLP)) * a["narrow"]
+    )
     kept = kept - has(Recompute.MLP) * a["wide"] - has(Recompute.UP) * np.where(p.kv_rank > 0, a["qkv"], 0.0)
     h, ag, kg = p.hidden, p.heads * p.head_dim, p.kv_heads * p.head_dim
     serial = p.tokens / np.where(p.sequence_parallel > 0, p.tp, 1.0)

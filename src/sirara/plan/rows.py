@@ -110,7 +110,9 @@ def from_records(records: Sequence[Mapping[str, str]]) -> Rows:
         memory_level=tuple(_level(r) for r, _, _ in found),
         fits=np.array([_fits(r) for r, _, _ in found]),
         assumed=tuple(tuple(a) for _, _, a in found),
-        open_micro_batch=np.array([any(a.startswith("micro_batch") for a in s) for _, _, s in found], dtype=bool),
+        open_micro_batch=np.array(
+            [any(a.startswith("micro_batch") for a in s) for _, _, s in found], dtype=bool
+        ),
         open_recompute=np.array([any(a.startswith("recompute") for a in s) for _, _, s in found], dtype=bool),
         refused=tuple(refused),
     )
@@ -139,7 +141,9 @@ def _level(row: Mapping[str, str]) -> str:
     unit = (row.get("memory_unit") or "").lower()
     if "smi" in unit:
         return "device"
-    return "reserved" if "reserved" in unit or "torchtitan" in (row.get("source") or "").lower() else "allocated"
+    return (
+        "reserved" if "reserved" in unit or "torchtitan" in (row.get("source") or "").lower() else "allocated"
+    )
 
 
 def _columns(row: Mapping[str, str], assumed: list[str]) -> dict[str, Any]:
@@ -255,7 +259,11 @@ def _layout(row: Mapping[str, str], c: dict[str, Any], framework: str, assumed: 
     for key in ("tp", "pp", "vpp", "cp", "ep"):
         value = _number(row.get(key))
         c[key] = 1.0 if np.isnan(value) else value
-    if np.isnan(_number(row.get("vpp"))) and "interleaved" in (row.get("schedule_or_impl") or "") and c["pp"] > 1:
+    if (
+        np.isnan(_number(row.get("vpp")))
+        and "interleaved" in (row.get("schedule_or_impl") or "")
+        and c["pp"] > 1
+    ):
         each = c["layers"] / c["pp"]
         if each == int(each):
             c["vpp"] = each / 2 if each % 2 == 0 else each
@@ -340,7 +348,13 @@ def _recipe(row: Mapping[str, str], c: dict[str, Any], framework: str) -> None:
     release = re.search(r"(\d\d)\.(\d\d)", row.get("source") or "")
     late = release is not None and (int(release.group(1)), int(release.group(2))) >= (26, 6)
     blackwell = find(row["gpu_type"]).name in ("b200", "gb200", "b300", "gb300")
-    on = framework == "bridge" and late and blackwell and c["experts"] > 0 and c["dtype"] >= DTYPES.index("fp8")
+    on = (
+        framework == "bridge"
+        and late
+        and blackwell
+        and c["experts"] > 0
+        and c["dtype"] >= DTYPES.index("fp8")
+    )
     c["attention8"] = c["fused_experts"] = float(on)
     if on:
         c["launch"], c["ep_overlap"] = int(Launch.GRAPHS), 1.0

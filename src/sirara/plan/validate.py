@@ -1,8 +1,8 @@
-"""Predictions beside measurements: per source the errors of time and memory, the ranking, and what a first choice costs."""
+"""Predictions beside measurements: per source the errors of time and memory, the ranking, and the first choice's cost."""
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +43,27 @@ class SourceReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowReport:
+    """One row: what was measured (NaN: was not) and predicted, and what the row does not say."""
+
+    id: str
+    source: str
+    model: str
+    step_s: float
+    predicted_s: float
+    memory_bytes: float
+    predicted_bytes: float
+    assumed: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
+    """tau, regret: means over all sweeps."""
+
     reports: tuple[SourceReport, ...]
+    rows: tuple[RowReport, ...]
+    tau: float
+    regret: float
     refused: tuple[Refusal, ...]
     labels: int
     """Rows that say whether they ran and state all that memory needs."""
@@ -55,9 +74,8 @@ class Validation:
 
 
 def project(source: str) -> str:
-    """What a source belongs to: releases and tables of one project are left out together."""
-    word = source.split()[0] if source.split() else ""
-    return "Megatron-Bridge" if word in ("Megatron-Bridge",) else word
+    """What a source belongs to, its first word: releases and tables of one project are left out together."""
+    return (source.split() or [""])[0]
 
 
 def resolve(rows: Rows, hardware: Table, constants: Constants) -> Points:
@@ -110,7 +128,12 @@ def _recomputes(p: Points) -> list[Points]:
 
 
 def validate(
-    rows: Rows, hardware: Table, constants: Constants, *, start: Constants | None = None, leave_out: bool = False
+    rows: Rows,
+    hardware: Table,
+    constants: Constants,
+    *,
+    start: Constants | None = None,
+    leave_out: bool = False,
 ) -> Validation:
     """Errors per source; with `leave_out` each project is predicted by constants that were fitted without it."""
     points = resolve(rows, hardware, constants)
@@ -129,8 +152,26 @@ def validate(
         _report(part, np.flatnonzero([q == part for q in parts]), rows, predicted_s, predicted_bytes)
         for part in dict.fromkeys(parts)
     ]
+    each = [
+        RowReport(
+            id=rows.ids[i],
+            source=rows.sources[i],
+            model=rows.models[i],
+            step_s=float(rows.step_s[i]),
+            predicted_s=float(predicted_s[i]),
+            memory_bytes=float(rows.memory_bytes[i]),
+            predicted_bytes=float(predicted_bytes[i]),
+            assumed=rows.assumed[i],
+        )
+        for i in range(len(rows))
+    ]
+    swept = [r for r in reports if r.sweeps]
+    count = max(1, sum(r.sweeps for r in swept))
     return Validation(
         reports=tuple(reports),
+        rows=tuple(each),
+        tau=sum(r.tau * r.sweeps for r in swept) / count,
+        regret=sum(r.regret * r.sweeps for r in swept) / count,
         refused=rows.refused,
         labels=int(labelled.sum()),
         wrong_labels=tuple(rows.ids[i] for i in np.flatnonzero(wrong)),
@@ -204,13 +245,15 @@ def _report(
 
 
 def sweeps(rows: Rows, at: Sequence[int] | NDArray[np.int64], *, least: int = 4) -> list[NDArray[np.int64]]:
-    """Rows of one source, model, accelerator and count with the same global batch and sequence, which differ in layout."""
+    """Rows of one source, model, accelerator, count, global batch and sequence, which differ in layout: their indices."""
     groups: dict[tuple[object, ...], list[int]] = {}
     p = rows.points
     for i in at:
         if np.isnan(rows.step_s[i]):
             continue
-        shape = tuple(float(getattr(p, k)[i]) for k in ("layers", "hidden", "heads", "seq", "global_batch", "dtype"))
+        shape = tuple(
+            float(getattr(p, k)[i]) for k in ("layers", "hidden", "heads", "seq", "global_batch", "dtype")
+        )
         key = (rows.sources[i], rows.models[i], rows.gpu_types[i], float(p.gpus[i]), shape)
         groups.setdefault(key, []).append(int(i))
     return [np.array(g) for g in groups.values() if len(g) >= least]
@@ -221,7 +264,3 @@ def kendall_tau(a: Floats, b: Floats) -> float:
     x, y = np.sign(np.subtract.outer(a, a)), np.sign(np.subtract.outer(b, b))
     pairs = len(a) * (len(a) - 1)
     return float((x * y).sum() / pairs) if pairs else float("nan")
-
-
-def with_memory(constants: Constants, *, fragmentation: float, flat_buffer_bytes: float) -> Constants:
-    return replace(constants, fragmentation=fragmentation, flat_buffer_bytes=flat_buffer_bytes)
