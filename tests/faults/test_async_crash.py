@@ -51,6 +51,7 @@ from tests.faults.campaign import (
     was_killed,
 )
 
+pytestmark = pytest.mark.timeout(300)
 KINDS = {"new step": False, "step reached again": True}
 
 
