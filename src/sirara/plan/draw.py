@@ -74,7 +74,7 @@ def _schedule(ax: Axes, plan: Plan) -> None:
             (rank - 0.4, 0.8),
             facecolors=[_SPANS[s.action.kind] for s in spans],
             edgecolor="white",
-            linewidth=0.4,
+            linewidth=0.4 if len(spans) < 100 else 0.0,
         )
     ax.invert_yaxis()
     ax.set(

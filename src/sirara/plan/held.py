@@ -108,6 +108,9 @@ def held(config: RunConfig, shape: ModelShape, point: Points, hardware: Table, c
         played = max(m.pp, played // m.pp * m.pp)
     table = schedule(m.schedule, ranks=m.pp, chunks=m.chunks, microbatches=played)
     alive = simulate(table, Costs.uniform(table.stages)).live_peak
+    if m.schedule == "gpipe":
+        # All forwards come first, however many there are.
+        alive = (dealt.places,) * m.pp
     groups = flat_groups(units, tp=tp, sequence=m.sequence_parallel)
     block = _block_bytes(point, hardware, constants)
     buffers = buffers_of(dealt, lean=m.zero >= 2, fast=config.numerics == "fast", same=_same(config))

@@ -390,13 +390,16 @@ def refusal(plan: Plan, changes: Sequence[Change]) -> PlanError:
     }
     first, *others = sorted(terms.items(), key=lambda kv: -kv[1])
     listed = " + ".join(f"{name} {size / GIB:.1f}" for name, size in (first, *others) if size >= 0.05 * GIB)
+    both = [c for c in changes if c.keys == "numerics=fast" and c.fits]
+    sizes = f"exact needs {plan.device_bytes / GIB:.1f} GiB, numerics=fast "
+    exact = f"; numerics={sizes}{both[0].device_bytes / GIB:.1f}" if both else ""
     return PlanError(
         f"this layout does not fit: stage {stage.rank} needs {plan.device_bytes / GIB:.1f} GiB, "
         f"the device has {plan.setting.capacity_bytes / GIB:.1f} GiB",
         code="SR214",
         where=f'plan, phase "step", mesh pp={mesh.pp} dp={int(plan.point.dp[0])} cp={mesh.cp} tp={mesh.tp}, '
         f"micro_batch={plan.config.train.micro_batch}, numerics={plan.config.numerics}",
-        why=f"{listed} GiB",
+        why=f"{listed} GiB" + exact,
         try_=advice,
     )
 

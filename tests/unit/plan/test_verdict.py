@@ -161,3 +161,25 @@ def test_model_flops_follow_the_stated_convention():
     attention = 3 * 2 * shape.layers * 4096 * 2049 * tokens
     assert flops == pytest.approx(6 * matrices * tokens + attention, rel=1e-3)
     assert found.mfu < found.mfu_whole and found.hfu == pytest.approx(found.mfu)
+
+
+def test_where_only_fast_sums_fit_the_verdict_names_both():
+    shape = PRESETS["llama2-7b"]
+    exact, fast = (
+        big(micro_batch=1, recompute="full", numerics=n, mesh={"dp": 1}) for n in ("exact", "fast")
+    )
+    roomy = setting(1, "b300")
+    less = plan(fast, shape, roomy, dp=1).device_bytes
+    tight = replace(roomy, ceiling_bytes=less + GIB)
+    found = plan(exact, shape, tight, dp=1)
+    assert not found.fits
+    error = refusal(found, nearest(found, [("numerics=fast", fast, 1)]))
+    assert "numerics=exact needs" in error.why and "numerics=fast" in error.why
+
+
+def test_gpipe_keeps_all_microbatches_and_1f1b_as_many_as_stages_follow():
+    c = {
+        name: config(mesh={"pp": 2, "dp": 1, "schedule": name}, global_batch=64) for name in ("gpipe", "1f1b")
+    }
+    alive = {name: [s.alive for s in plan(x, SHAPE, setting(2), dp=1).held.stages] for name, x in c.items()}
+    assert alive == {"gpipe": [32, 32], "1f1b": [2, 1]}
