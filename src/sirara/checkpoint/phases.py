@@ -232,13 +232,12 @@ class Keeper:
 
     def _keep_on_disk(self, job: SaveJob, data: memoryview, taken: _Taken, clock: "Clock") -> JobEnd:
         temp, final = self._folder / temp_name(job.step, job.uuid), self._folder / step_name(job.step)
-        self._write(job, temp, data, taken)
+        extras = self._write(job, temp, data, taken)
         clock.lap("write")
         if self._settings.rank != 0:
             return JobEnd(step=job.step, uuid=job.uuid)
         committer = self._committer
         committer.ended.update(job.ended)
-        extras = committer.write_extras(self._plan, temp, self._files)
         reports = wait_for_reports(
             self._plan,
             temp,
@@ -258,19 +257,23 @@ class Keeper:
         kept = TierResult(ok=True, bytes=self._plan.total_bytes, seconds=sum(clock.laps.values()))
         return JobEnd(step=job.step, uuid=job.uuid, digest=digest, path=str(final), tiers={"disk": kept})
 
-    def _write(self, job: SaveJob, temp: Path, data: memoryview, taken: _Taken) -> None:
-        """This rank's part of the step folder, and its report."""
+    def _write(self, job: SaveJob, temp: Path, data: memoryview, taken: _Taken) -> list[FileEntry]:
+        """This rank's part of the step folder, and its report; on rank 0 also the small files, whose entries it
+        returns."""
         disk, s, plan, image = self._disk, self._settings, self._plan, self._image
         disk.require(self._folder, int(image.length.sum()))
         if s.world == 1:
             disk.remove_tree(temp)
         disk.make_folder(temp)
         disk.remove(temp / report_name(s.rank))
-        if s.rank not in plan.writers:
-            return
-        write_image(disk, temp, plan=plan, rank=s.rank, data=data, image=image, uuid=job.uuid, step=job.step)
-        disk.write_file(temp / report_name(s.rank), self._report(job, taken).to_bytes())
-        disk.sync_folder(temp)
+        # First, while the others use the disk: at the end all would wait for it.
+        extras = self._committer.write_extras(plan, temp, self._files) if s.rank == 0 else []
+        if s.rank in plan.writers:
+            write_image(
+                disk, temp, plan=plan, rank=s.rank, data=data, image=image, uuid=job.uuid, step=job.step
+            )
+            disk.write_file(temp / report_name(s.rank), self._report(job, taken).to_bytes(), durable=False)
+        return extras
 
     # ---- node tiers
 

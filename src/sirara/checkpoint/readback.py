@@ -1,14 +1,18 @@
 """Reads a committed step back: what the committer does before older steps may go. No torch: its process has none."""
 
+import contextlib
+import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import xxhash
 
-from sirara.checkpoint.storage import read_at, storage_error
+from sirara.checkpoint.image import BLOCK
+from sirara.checkpoint.storage import storage_error
 from sirara.errors import CheckpointError, StorageError
 from sirara.pure.manifest import MANIFEST, Manifest, parse_manifest
 
@@ -47,36 +51,74 @@ def faulty_pieces(folder: Path, m: Manifest) -> Iterator[Fault]:
     p = m.pieces
     order = np.lexsort((p.position, p.file))
     bounds = np.searchsorted(p.file[order], np.arange(len(m.files) + 1))
+    buffer = memoryview(mmap.mmap(-1, BATCH_BYTES))
     for f, entry in enumerate(m.files):
-        path = folder / entry.name
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = _Reader(folder / entry.name, buffer)
         except FileNotFoundError:
             yield Fault(file=entry.name, what="is missing")
             continue
-        except OSError as fault:
-            raise storage_error(fault, path) from fault
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            if not _matches(fd, path, 0, entry.head, bytes.fromhex(entry.hash)):
+        with file:
+            if not _matches(file, 0, entry.head, bytes.fromhex(entry.hash)):
                 yield Fault(file=entry.name, what=f"its first {entry.head} bytes do not match their hash")
             for i in order[bounds[f] : bounds[f + 1]].tolist():
-                if not _matches(fd, path, int(p.position[i]), int(p.length[i]), p.hash(i)):
+                if not _matches(file, int(p.position[i]), int(p.length[i]), p.hash(i)):
                     name = m.tensors[int(p.tensor[i])].name
                     what = f"bytes {p.position[i]} to {p.position[i] + p.length[i]} do not match their hash"
                     yield Fault(file=entry.name, what=what, tensor=name, box=str(m.box(i)))
-        finally:
-            os.close(fd)
 
 
-def _matches(fd: int, path: Path, position: int, length: int, digest: bytes) -> bool:
-    hasher = xxhash.xxh3_128()
-    buffer = np.empty(min(length, BATCH_BYTES), np.uint8)
-    for at in range(0, length, BATCH_BYTES):
-        part = buffer[: min(BATCH_BYTES, length - at)]
+class _Reader:
+    """Reads a file in large blocks past the page cache, which holds what the training wants; where the file system
+    has no such way, through it, after what it held was dropped.
+
+    Raises FileNotFoundError, StorageError.
+    """
+
+    def __init__(self, path: Path, buffer: memoryview) -> None:
+        self._path, self._buffer = path, buffer
+        self._start = self._stop = 0
         try:
-            read_at(fd, path, [part.data], position + at)
-        except CheckpointError:
-            return False
-        hasher.update(part.data)
-    return hasher.digest() == digest
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            with contextlib.suppress(OSError):
+                direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+                os.close(self._fd)
+                self._fd = direct
+        except FileNotFoundError:
+            raise
+        except OSError as fault:
+            raise storage_error(fault, path) from fault
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def bytes_of(self, position: int, length: int) -> Iterator[memoryview]:
+        """The bytes in parts, each good until the next is asked for; fewer where the file ends before."""
+        while length:
+            if not self._start <= position < self._stop:
+                self._fill(position)
+            at = position - self._start
+            part = self._buffer[at : min(at + length, self._stop - self._start)]
+            if not len(part):
+                return
+            yield part
+            position, length = position + len(part), length - len(part)
+
+    def _fill(self, position: int) -> None:
+        self._start = self._stop = position // BLOCK * BLOCK
+        try:
+            self._stop += os.preadv(self._fd, [self._buffer], self._start)
+        except OSError as fault:
+            raise storage_error(fault, self._path) from fault
+
+
+def _matches(file: _Reader, position: int, length: int, digest: bytes) -> bool:
+    hasher = xxhash.xxh3_128()
+    for part in file.bytes_of(position, length):
+        hasher.update(part)
+        length -= len(part)
+    return not length and hasher.digest() == digest

@@ -148,13 +148,17 @@ class Disk:
         except OSError as fault:
             raise storage_error(fault, path) from fault
 
-    def write_file(self, path: Path, data: bytes) -> None:
-        """A whole file, durable but for its name (`sync_folder`); readers see all of it or nothing."""
+    def write_file(self, path: Path, data: bytes, *, durable: bool = True) -> None:
+        """A whole file, durable but for its name (`sync_folder`); readers see all of it or nothing.
+
+        durable: False for a message, of which nothing is needed after a loss of power.
+        """
         part = path.with_name(path.name + ".part")
         fd = self.open(part, size=len(data))
         try:
             self.write(fd, part, [memoryview(data)], 0)
-            self.fsync(fd, part)
+            if durable:
+                self.fsync(fd, part)
         finally:
             os.close(fd)
         self.rename(part, path)

@@ -1,6 +1,8 @@
 """One rank's part of a save: its pieces into the planned files, then fsync. No torch here.
 
-    room reserved ──► files at planned offsets ──► fsync each ──► report-<rank>.json (hash per piece) ──► fsync folder
+    room reserved ──► files at planned offsets ──► fsync each ──► report-<rank>.json (hash per piece)
+
+The report is a message, which need not survive a loss of power; the committer makes the names in the folder durable.
 
 Long stretches go past the page cache: what the cache holds is written back under the training that goes on, and
 takes the memory of others. From an image they go in a few calls. Straight from the ranges (a save in line), a piece
@@ -153,8 +155,7 @@ def write_part(
         lengths=tuple(p.length for p in mine),
         hashes=b"".join(hashes),
     )
-    disk.write_file(folder / report_name(rank), report.to_bytes())
-    disk.sync_folder(folder)
+    disk.write_file(folder / report_name(rank), report.to_bytes(), durable=False)
 
 
 @dataclass(frozen=True, slots=True)
