@@ -1,4 +1,4 @@
-"""The fitted numbers: 14 that hold for all configurations, and two per kind of accelerator; and those read from sources.
+"""The fitted numbers, 14 that hold for all configurations and two per kind of accelerator, and those read from sources.
 
 A fitted number corrects a formula; none belongs to a source of measurements.  `benchmarks/fit_planner.py` writes
 `constants.json`, which says what each was fitted to.

@@ -19,8 +19,8 @@ from sirara.errors import ConfigError
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 Floats = NDArray[np.float64]
 _FIELDS = {
-    "names", "like", "peak", "achievable", "achievable8", "grouped", "hbm", "hbm_per_s", "up", "up_bus", "domain", "out",
-    "host", "units", "attention", "sources", "hbm_achievable", "overhead",
+    "names", "like", "peak", "achievable", "achievable8", "grouped", "hbm", "hbm_per_s", "up", "up_bus", "domain",
+    "out", "host", "units", "attention", "sources", "hbm_achievable", "overhead",
 }  # fmt: skip
 
 

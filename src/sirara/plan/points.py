@@ -131,7 +131,7 @@ class Points:
     tp_overlap .. pp_overlap: whether that traffic runs beside computation.  scatter_gather: a boundary tensor crosses
     the network once, split over tp.  dedup: a token goes once to each node, whatever number of its experts is there.
     weight_bytes, grad_bytes, optim_bytes: per parameter held.  gather_bytes, reduce_bytes: on the wire.
-    attention8: attention multiplies in 8 bits.  fused_experts: an expert's two matmuls, activation and casts are one kernel.
+    attention8: attention multiplies in 8 bits.  fused_experts: an expert's matmuls and activation are one kernel.
     state_shard: 1 where optimizer state is cut over dp*cp whatever `zero` says.  dummy_bytes: per parameter of one
     block, kept as stand-ins for gradients that were added in place.
     block: k of the reduction tree.  lora: weights are frozen, adapters are small.

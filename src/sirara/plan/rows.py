@@ -1,7 +1,6 @@
 """Published runs as configurations: rows of a CSV become `Points`, measured columns, and refusals with their reason."""
 
 import csv
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sirara.errors import ConfigError
-from sirara.plan.hardware import DTYPES, find, index_of
-from sirara.plan.points import Attention, Kind, Launch, Loss, Points, Recompute, Schedule, points
+from sirara.plan.conventions import Refused, columns_of, number
+from sirara.plan.hardware import find
+from sirara.plan.points import Points, points
 
 Floats = NDArray[np.float64]
 GIB, GB = float(1 << 30), 1e9
@@ -53,24 +53,6 @@ class Rows:
         return len(self.ids)
 
 
-class _Refused(Exception):
-    pass
-
-
-# What the named models are beyond the columns: latent attention, shared experts, windows.  Source: their config.json
-# on the Hugging Face hub, as in configs/models of github.com/MooreThreads/SimuMax.
-_LATENT = {"q_rank": 1536, "kv_rank": 512, "rope_dim": 64, "head_dim": 128}
-_MODELS: tuple[tuple[str, dict[str, float]], ...] = (
-    (r"deepseek[ _-]?v3", {**_LATENT, "shared_ffn": 2048, "dense_layers": 3, "dense_ffn": 18432, "predict_ahead": 1, "node_limit": 4}),
-    (r"deepseek[ _-]?v2", {**_LATENT, "shared_ffn": 3072, "dense_layers": 1, "dense_ffn": 12288, "node_limit": 3}),
-    (r"kimi[ _-]?k2", {**_LATENT, "shared_ffn": 2048, "dense_layers": 1, "dense_ffn": 18432, "layers": 61,
-                       "hidden": 7168, "ffn": 2048, "heads": 64, "kv_heads": 64, "vocab": 163840, "experts": 384,
-                       "topk": 8}),
-    (r"gpt[ _-]?oss", {"head_dim": 64, "bias": 1, "window": 128, "window_share": 0.5}),
-    (r"qwen3", {"head_dim": 128}),
-)  # fmt: skip
-
-
 def read(path: str | Path) -> Rows:
     """The rows of a CSV with the columns of planner_rows.csv.  Raises: ConfigError SR213 for a file without them."""
     file = Path(path)
@@ -91,8 +73,8 @@ def from_records(records: Sequence[Mapping[str, str]]) -> Rows:
     for n, row in enumerate(records):
         assumed: list[str] = []
         try:
-            found.append((row, _columns(row, assumed), assumed))
-        except _Refused as reason:
+            found.append((row, columns_of(row, assumed), assumed))
+        except Refused as reason:
             name = row.get("core_id") or str(n + 1)
             refused.append(
                 Refusal(id=name, source=row.get("source", ""), model=row.get("model", ""), reason=str(reason))
@@ -105,7 +87,7 @@ def from_records(records: Sequence[Mapping[str, str]]) -> Rows:
         sources=tuple(r.get("source") or "" for r, _, _ in found),
         models=tuple(r.get("model") or "" for r, _, _ in found),
         gpu_types=tuple(find(r["gpu_type"]).name for r, _, _ in found),
-        step_s=np.array([_number(r.get("step_time_s")) for r, _, _ in found]),
+        step_s=np.array([number(r.get("step_time_s")) for r, _, _ in found]),
         memory_bytes=np.array([_memory(r) for r, _, _ in found]),
         memory_level=tuple(_level(r) for r, _, _ in found),
         fits=np.array([_fits(r) for r, _, _ in found]),
@@ -118,23 +100,16 @@ def from_records(records: Sequence[Mapping[str, str]]) -> Rows:
     )
 
 
-def _number(text: str | None) -> float:
-    try:
-        return float(text) if text else float("nan")
-    except ValueError:
-        return float("nan")
-
-
 def _fits(row: Mapping[str, str]) -> float:
-    stated = _number(row.get("fits"))
-    if np.isnan(stated) and not np.isnan(_number(row.get("step_time_s"))):
+    stated = number(row.get("fits"))
+    if np.isnan(stated) and not np.isnan(number(row.get("step_time_s"))):
         return 1.0
     return stated
 
 
 def _memory(row: Mapping[str, str]) -> float:
     unit = (row.get("memory_unit") or "").lower()
-    return _number(row.get("memory")) * (GIB if "gib" in unit else GB)
+    return number(row.get("memory")) * (GIB if "gib" in unit else GB)
 
 
 def _level(row: Mapping[str, str]) -> str:
@@ -144,268 +119,3 @@ def _level(row: Mapping[str, str]) -> str:
     return (
         "reserved" if "reserved" in unit or "torchtitan" in (row.get("source") or "").lower() else "allocated"
     )
-
-
-def _columns(row: Mapping[str, str], assumed: list[str]) -> dict[str, Any]:
-    c: dict[str, Any] = {}
-    _where(row, c)
-    framework = _framework(row)
-    _model(row, c, framework, assumed)
-    _layout(row, c, framework, assumed)
-    _conventions(row, c, framework, assumed)
-    _check(c)
-    return c
-
-
-def _where(row: Mapping[str, str], c: dict[str, Any]) -> None:
-    kind = (row.get("gpu_type") or "").strip()
-    if not kind:
-        raise _Refused("gpu_type is not stated")
-    try:
-        c["accelerator"] = index_of(kind)
-    except ConfigError:
-        raise _Refused(f"accelerator {kind!r} is not in the table") from None
-    accelerator = find(kind)
-    c["per_node"] = 16 if "dgx-2" in kind.lower() else 4 if accelerator.domain == 72 else 8
-    notes = row.get("notes") or ""
-    several = re.search(r"(\d+)\s*x\s*(\d+)\s*Gb\b[^;]*?per (\d+)-GPU node", notes)
-    one = re.search(r"(\d+)\s*Gb/s per (\d+)-GPU node", notes)
-    c["out_bytes_per_s"] = 0.0
-    if several:
-        links, rate, gpus = (int(g) for g in several.groups())
-        c["out_bytes_per_s"], c["per_node"] = links * rate / 8 * 1e9 / gpus, gpus
-    elif one:
-        rate, gpus = (int(g) for g in one.groups())
-        c["out_bytes_per_s"], c["per_node"] = rate / 8 * 1e9 / gpus, gpus
-
-
-def _framework(row: Mapping[str, str]) -> str:
-    """Which program's conventions a row follows: read from its source, implementation and zero_stage columns."""
-    text = " ".join((row.get(k) or "") for k in ("source", "schedule_or_impl", "zero_stage")).lower()
-    for word, name in (
-        ("zero bubble", "zb"), ("simumax", "te-plain"), ("torchtitan", "titan"), ("llm-foundry", "foundry"),
-        ("automodel", "automodel"), ("nanotron", "nanotron"), ("bridge", "bridge"), ("nemo", "nemo"),
-        ("tp-comm-overlap", "megatron"), ("zero-offload", "offload"), ("megatron-deepspeed", "old"),
-        ("zero-3", "old"), ("megatron", "old"), ("fsdp2", "titan"), ("fsdp", "foundry"),
-    ):  # fmt: skip
-        if word in text:
-            return name
-    return "megatron"
-
-
-def _model(row: Mapping[str, str], c: dict[str, Any], framework: str, assumed: list[str]) -> None:
-    extra: dict[str, float] = {}
-    name = (row.get("model") or "").lower()
-    for pattern, found in _MODELS:
-        if re.search(pattern, name):
-            extra = found
-            break
-    for key in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "experts", "topk", "seq"):
-        value = _number(row.get(key))
-        if np.isnan(value) and key in extra:
-            value = extra[key]
-            assumed.append(f"{key} of the model's published configuration")
-        c[key] = value
-    if np.isnan(c["layers"]) or np.isnan(c["hidden"]):
-        raise _Refused("layers and hidden are not stated")
-    old = framework in ("old", "zb", "offload")
-    if np.isnan(c["heads"]):
-        # Published models have heads of about 128; Megatron's of that time too.
-        choice = [a for a in range(1, 513) if c["hidden"] % a == 0 and c["hidden"] / a % 8 == 0]
-        c["heads"] = min(choice, key=lambda a: (abs(c["hidden"] / a - 128), a))
-        assumed.append(f"heads {c['heads']}, the count that gives heads nearest to 128")
-    if np.isnan(c["seq"]):
-        if framework in ("old", "offload"):
-            c["seq"] = 1024.0
-            assumed.append("seq 1024, GPT-2's")
-        else:
-            raise _Refused("seq is not stated")
-    if np.isnan(c["vocab"]):
-        c["vocab"] = 131072.0 if framework == "nanotron" else 51200.0
-        assumed.append(f"vocab {c['vocab']:.0f}")
-    gated = framework not in ("old", "zb", "offload", "foundry") and not re.match(r"gpt( |\d|$)", name)
-    c["gated"] = float(gated)
-    if np.isnan(c["ffn"]):
-        c["ffn"] = 4 * c["hidden"]
-        assumed.append("ffn 4 * hidden")
-    moe = c["experts"] > 0
-    c["experts"], c["topk"] = (c["experts"], c["topk"]) if moe else (0.0, 0.0)
-    c["expert_ffn"] = c["ffn"] if moe else 0.0
-    c["kv_heads"] = 0.0 if np.isnan(c["kv_heads"]) else c["kv_heads"]
-    for key in ("head_dim", "q_rank", "kv_rank", "rope_dim", "shared_ffn", "dense_ffn", "dense_layers",
-                "predict_ahead", "node_limit", "window", "window_share"):  # fmt: skip
-        c[key] = float(extra.get(key, 0.0))
-    if "reduced layers" in (row.get("notes") or ""):
-        c["dense_layers"], c["predict_ahead"] = min(1.0, c["dense_layers"]), 0.0
-    c["dropout"] = float(old and framework != "offload")
-    c["layer_norm"] = float(not gated)
-    c["bias"] = float(extra.get("bias", not gated))
-    c["tied"] = float(not gated or _is_tied(row, c))
-    c["learned"] = float(old and "bloom" not in (row.get("source") or "").lower())
-
-
-def _is_tied(row: Mapping[str, str], c: Mapping[str, Any]) -> bool:
-    """Whether the stated number of parameters is nearer to that of one table for embedding and head."""
-    stated = _number(row.get("params_b")) * 1e9
-    if np.isnan(stated) or c["experts"] > 0:
-        return False
-    kv = (c["kv_heads"] or c["heads"]) / c["heads"]
-    block = (2 + 2 * kv) * c["hidden"] ** 2 + 3 * c["hidden"] * c["ffn"]
-    once = c["layers"] * block + c["vocab"] * c["hidden"]
-    return abs(once - stated) < abs(once + c["vocab"] * c["hidden"] - stated)
-
-
-def _layout(row: Mapping[str, str], c: dict[str, Any], framework: str, assumed: list[str]) -> None:
-    for key in ("tp", "pp", "vpp", "cp", "ep"):
-        value = _number(row.get(key))
-        c[key] = 1.0 if np.isnan(value) else value
-    if (
-        np.isnan(_number(row.get("vpp")))
-        and "interleaved" in (row.get("schedule_or_impl") or "")
-        and c["pp"] > 1
-    ):
-        each = c["layers"] / c["pp"]
-        if each == int(each):
-            c["vpp"] = each / 2 if each % 2 == 0 else each
-            assumed.append("vpp: two blocks to a chunk")
-    gpus = _number(row.get("gpus"))
-    if np.isnan(gpus):
-        raise _Refused("gpus are not stated")
-    c["dp"] = _number(row.get("dp"))
-    if np.isnan(c["dp"]):
-        c["dp"] = gpus / (c["tp"] * c["pp"] * c["cp"])
-    if abs(c["dp"] * c["tp"] * c["pp"] * c["cp"] - gpus) > 0.5:
-        raise _Refused(
-            f"tp {c['tp']:.0f} * pp {c['pp']:.0f} * cp {c['cp']:.0f} * dp {c['dp']:.0f} is not {gpus:.0f} gpus"
-        )
-    c["global_batch"], c["micro_batch"] = _number(row.get("global_batch")), _number(row.get("micro_batch"))
-    if np.isnan(c["global_batch"]):
-        raise _Refused("global_batch is not stated")
-    if np.isnan(c["micro_batch"]):
-        most = int(c["global_batch"] // c["dp"])
-        c["micro_batch"] = float(min(most, 8))
-        assumed.append("micro_batch: the fastest that fits")
-    stage = (row.get("zero_stage") or "").lower()
-    digit = re.match(r"\d", stage)
-    c["zero"] = float(digit.group()) if digit else 3.0 if "fsdp" in stage else 0.0
-    c["offload_optimizer"] = float("cpu offload" in stage)
-    if framework in ("te-plain", "megatron", "nemo", "bridge") and not digit and "fsdp" not in stage:
-        c["zero"] = 1.0
-    if framework == "nanotron" or framework == "zb":
-        c["zero"] = float(digit.group()) if digit else 0.0
-    even = c["layers"] % (c["pp"] * c["vpp"]) == 0
-    notes = row.get("notes") or ""
-    c["split_counts_ends"] = float(
-        c["pp"] > 1 and (not even or "one layer fewer" in notes or "type:transformer|embedding" in notes)
-    )
-
-
-def _conventions(row: Mapping[str, str], c: dict[str, Any], framework: str, assumed: list[str]) -> None:
-    text = (row.get("precision") or "").lower()
-    low = "fp4" if "fp4" in text else "fp8" if "fp8" in text or not text and framework == "bridge" else "bf16"
-    if "fp16" in text:
-        low = "fp16"
-    c["dtype"] = DTYPES.index(low)
-    c["recompute"], c["recompute_share"] = _recompute(row, framework), 1.0
-    if not row.get("recompute") and framework in ("bridge", "nemo", "automodel", "megatron", "nanotron"):
-        assumed.append("recompute: none, or what makes it fit")
-    c["schedule"] = _schedule(row, c)
-    if c["schedule"] == Schedule.INTERLEAVED and c["vpp"] == 1:
-        c["vpp"] = (c["layers"] + 2) / c["pp"]
-    text = (row.get("schedule_or_impl") or "").lower()
-    kinds = {"old": Kind.DEEPSPEED if "deepspeed" in text else Kind.MEGATRON_2021, "offload": Kind.MEGATRON_2021,
-             "foundry": Kind.FSDP, "titan": Kind.FSDP2, "automodel": Kind.FSDP2}  # fmt: skip
-    c["kind"] = int(kinds.get(framework, Kind.MEGATRON))
-    c["lora"] = float("lora" in text)
-    flash = {"old": Attention.PLAIN, "zb": Attention.PLAIN, "offload": Attention.PLAIN, "foundry": Attention.FLASH,
-             "titan": Attention.FLASH, "nanotron": Attention.FLASH}  # fmt: skip
-    c["attention"] = int(flash.get(framework, Attention.TUNED))
-    c["loss"] = int(
-        Loss.TORCH if framework in ("titan", "nanotron")
-        else Loss.FUSED if framework in ("te-plain", "automodel", "bridge", "nemo", "megatron", "foundry")
-        else Loss.PARALLEL
-    )  # fmt: skip
-    fused = framework in ("te-plain", "megatron", "nemo", "bridge", "automodel") or "compile" in text
-    c["launch"] = int(Launch.FUSED if fused else Launch.EAGER)
-    if framework == "bridge" and find(row["gpu_type"]).domain == 72:
-        # The recipes replay graphs where a rack is one scale-up domain (scripts/performance of Megatron-Bridge).
-        c["launch"] = int(Launch.GRAPHS)
-    modern = framework in ("te-plain", "megatron", "nemo", "bridge", "nanotron")
-    c["sequence_parallel"] = float(modern and c["tp"] > 1)
-    overlap = framework in ("megatron", "nemo", "bridge")
-    c["tp_overlap"] = c["dp_overlap"] = c["pp_overlap"] = float(overlap)
-    across = c["experts"] > 0 and c["ep"] > max(find(row["gpu_type"]).domain, c["per_node"])
-    c["ep_overlap"] = float(framework == "bridge" and across)
-    _recipe(row, c, framework)
-    c["dedup"] = float(framework in ("bridge", "automodel"))
-    # Megatron's pipeline and DeepSpeed's both cut a boundary tensor over tensor-parallel ranks.
-    c["scatter_gather"] = 1.0
-    _bytes(row, c, framework)
-
-
-def _recipe(row: Mapping[str, str], c: dict[str, Any], framework: str) -> None:
-    """What a release's recipes switch on for mixtures in 8 bits: scripts/performance/configs of Megatron-Bridge."""
-    release = re.search(r"(\d\d)\.(\d\d)", row.get("source") or "")
-    late = release is not None and (int(release.group(1)), int(release.group(2))) >= (26, 6)
-    blackwell = find(row["gpu_type"]).name in ("b200", "gb200", "b300", "gb300")
-    on = (
-        framework == "bridge"
-        and late
-        and blackwell
-        and c["experts"] > 0
-        and c["dtype"] >= DTYPES.index("fp8")
-    )
-    c["attention8"] = c["fused_experts"] = float(on)
-    if on:
-        c["launch"], c["ep_overlap"] = int(Launch.GRAPHS), 1.0
-
-
-def _bytes(row: Mapping[str, str], c: dict[str, Any], framework: str) -> None:
-    weight, gather, grad, optim, reduce = 2.0, 2.0, 4.0, 12.0, 4.0
-    precision = (row.get("precision") or "").lower()
-    if framework in ("old", "zb", "offload"):
-        # DeepSpeed's bf16 optimizer keeps 16-bit gradients and their fp32 sum.
-        grad = 6.0 if "fp32 grad" in precision else 2.0
-        reduce = 4.0 if "fp32 grad" in precision else 2.0
-    elif framework in ("foundry", "titan", "automodel"):
-        # AutoModel holds weights, and so gradients and moments, in 16 bits.
-        weight, grad, optim = (2.0, 2.0, 4.0) if framework == "automodel" else (4.0, 4.0, 8.0)
-        pure = "pure" in (row.get("schedule_or_impl") or "").lower()
-        reduce = 2.0 if pure or framework == "automodel" else 4.0
-    elif framework == "nanotron":
-        grad = 6.0
-    c["weight_bytes"], c["gather_bytes"], c["grad_bytes"] = weight, gather, grad
-    c["optim_bytes"], c["reduce_bytes"] = optim, reduce
-    c["dummy_bytes"] = 2.0 if framework in ("te-plain", "bridge", "nemo", "megatron") else 0.0
-    c["state_shard"] = 0.0
-
-
-def _recompute(row: Mapping[str, str], framework: str) -> int:
-    text = (row.get("recompute") or "").lower()
-    if "selective" in text:
-        return int(Recompute.OPS if framework == "titan" else Recompute.CORE)
-    if text in ("full", "true", "1", "yes"):
-        return int(Recompute.FULL)
-    if not text and framework in ("old", "offload"):
-        return int(Recompute.FULL)
-    return 0
-
-
-def _schedule(row: Mapping[str, str], c: Mapping[str, Any]) -> int:
-    text = (row.get("schedule_or_impl") or "").lower()
-    for word, kind in (
-        ("zb-2p", Schedule.ZB_H2), ("zb-h2", Schedule.ZB_H2), ("zb-1p", Schedule.ZB_H1), ("zb-h1", Schedule.ZB_H1),
-        ("zb-v", Schedule.ZB_V), ("gpipe", Schedule.GPIPE), ("1f1b-i", Schedule.INTERLEAVED),
-    ):  # fmt: skip
-        if word in text:
-            return int(kind)
-    return int(Schedule.INTERLEAVED if c["vpp"] > 1 else Schedule.ONE_F_ONE_B)
-
-
-def _check(c: Mapping[str, Any]) -> None:
-    if c["heads"] % c["tp"] and c["hidden"] % c["tp"]:
-        raise _Refused(f"tp {c['tp']:.0f} divides neither heads nor hidden")
-    if c["experts"] > 0 and c["experts"] % c["ep"]:
-        raise _Refused(f"ep {c['ep']:.0f} does not divide {c['experts']:.0f} experts")
-    if c["kind"] in (Kind.FSDP, Kind.FSDP2) and c["pp"] > 1 and c["zero"] >= 3 and c["experts"] == 0:
-        raise _Refused("fully sharded parameters over pipeline stages of a dense model are not predicted")

@@ -1,4 +1,4 @@
-"""Predictions beside measurements: per source the errors of time and memory, the ranking, and the first choice's cost."""
+"""Predictions beside measurements: per source the errors of time and memory, the ranking, the first choice."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -245,7 +245,7 @@ def _report(
 
 
 def sweeps(rows: Rows, at: Sequence[int] | NDArray[np.int64], *, least: int = 4) -> list[NDArray[np.int64]]:
-    """Rows of one source, model, accelerator, count, global batch and sequence, which differ in layout: their indices."""
+    """Indices of rows of one source, model, accelerator, count, batch and sequence, which differ in layout."""
     groups: dict[tuple[object, ...], list[int]] = {}
     p = rows.points
     for i in at:
