@@ -26,6 +26,8 @@ WAVE_S = 1.4e-6
 """What a wave of tiles takes beside its products: first loads and last stores."""
 KERNEL_S = 2.5e-6
 """A kernel's way in and out of the device."""
+UPDATE_S = 2e-3
+"""Host time of an update: norm, clip, one fused kernel per group."""
 CPU_ADAM_PER_S = 1.6e9
 """Parameters per second and node of an optimizer on the host: ZeRO-Offload's tutorial, 10 B in 6.2 to 6.5 s."""
 

@@ -115,7 +115,7 @@ def _model(row: Mapping[str, str], c: Columns, framework: str, assumed: list[str
     if np.isnan(c["vocab"]):
         c["vocab"] = 131072.0 if framework == "nanotron" else 51200.0
         assumed.append(f"vocab {c['vocab']:.0f}")
-    gated = framework not in ("old", "zb", "offload", "foundry") and not re.match(r"gpt( |\d|$)", name)
+    gated = framework not in ("old", "zb", "offload", "foundry") and not re.match(r"gpt(?![ _-]?oss)", name)
     c["gated"] = float(gated)
     if np.isnan(c["ffn"]):
         c["ffn"] = 4 * c["hidden"]
