@@ -57,6 +57,15 @@ def test_ls_of_a_damaged_step_says_so_and_lists_the_others(run):
     assert "model.safetensors is missing" in lines[2] and "is torn" in lines[3]
 
 
+def test_a_step_in_the_folder_of_another_is_no_good_step(run):
+    (run / "checkpoints" / step_name(10)).rename(run / "checkpoints" / step_name(30))
+    first = sirara("ckpt", "ls", run).stdout.splitlines()[1]
+    assert first.split()[0] == "30" and "holds step 10: it was renamed or copied over" in first
+    result = sirara("ckpt", "verify", run)
+    assert result.exit_code == 65
+    assert "manifest.json: is of step 10: the folder was renamed or copied over" in result.stdout
+
+
 def test_show_tells_what_a_step_holds(run):
     result = sirara("ckpt", "show", run, "--step", 9, "--tensors")
     assert result.exit_code == 0

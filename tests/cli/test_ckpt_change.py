@@ -139,6 +139,15 @@ def test_prune_says_first_then_deletes_and_keeps_what_is_pinned(run):
     assert committed_steps(run / "checkpoints") == [8]
 
 
+def test_prune_works_in_a_copy_of_a_run_and_past_a_step_that_was_copied_over(run):
+    copy = run.rename(run.with_name("another-name"))
+    shutil.copytree(step_of(copy, 4), step_of(copy, 30))
+    result = sirara("ckpt", "prune", copy, "--keep-last", 1)
+    assert result.exit_code == 0, result.output
+    assert committed_steps(copy / "checkpoints") == [30, 8]
+    assert "holds step 4: it was renamed or copied over" in result.stdout.splitlines()[0]
+
+
 def test_prune_takes_its_rules_from_the_run_and_its_scores_from_the_metrics(run):
     (run / "config.yaml").write_text(CONFIG + "checkpoint: {keep_last: 1, keep_every: 4}\n")
     result = sirara("ckpt", "prune", run, "--dry-run", "--json")

@@ -7,6 +7,8 @@ from safetensors import SafetensorError, safe_open
 
 from sirara.checkpoint.readback import Fault, faulty_pieces
 from sirara.checkpoint.reader import Snapshot, size_faults
+from sirara.checkpoint.steps import named_step
+from sirara.pure.manifest import MANIFEST
 from sirara.pure.reshard import collisions
 
 __all__ = ["Fault", "scrub", "scrub_pieces"]
@@ -18,6 +20,7 @@ def scrub(snapshot: Snapshot) -> list[Fault]:
     sizes = [Fault(file=file, what=what) for file, what in size_faults(snapshot.path, m)]
     absent = {fault.file for fault in sizes if fault.what == "is missing"}
     return [
+        *_misplaced(snapshot),
         *sizes,
         *(fault for fault in scrub_pieces(snapshot) if fault.file not in absent),
         *_overlapping(snapshot),
@@ -30,6 +33,13 @@ def scrub_pieces(snapshot: Snapshot) -> Iterator[Fault]:
     """Reads every piece, header and small file once from the disk (not from the page cache) and compares
     hashes."""
     return faulty_pieces(snapshot.path, snapshot.manifest)
+
+
+def _misplaced(snapshot: Snapshot) -> Iterator[Fault]:
+    """A step in the folder of another one is good in itself, and no resume takes it for that step."""
+    named, step = named_step(snapshot.path.name), snapshot.manifest.step
+    if named is not None and named != step:
+        yield Fault(file=MANIFEST, what=f"is of step {step}: the folder was renamed or copied over")
 
 
 def _overlapping(snapshot: Snapshot) -> Iterator[Fault]:

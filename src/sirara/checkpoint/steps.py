@@ -23,6 +23,12 @@ def step_name(step: int) -> str:
     return f"step-{step:09d}"
 
 
+def named_step(name: str) -> int | None:
+    """The step that the name of a folder says; None for another kind of name."""
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None
+
+
 def temp_name(step: int, uuid: str) -> str:
     """The folder of a save in progress."""
     return f".{step_name(step)}.tmp-{uuid}"

@@ -103,7 +103,8 @@ def prune(
         every=keep_every or configured.keep_every,
         best=keep_best or configured.keep_best,
     )
-    name = run.id if (run.path / "run.json").is_file() else None
+    # Not the folder's name: a folder may be renamed, or copied.
+    name = str(run.record().get("run", run.id)) if (run.path / "run.json").is_file() else None
     scores = _scores(run, rules.best) if rules.best else {}
     if keep_best and not scores:
         raise ConfigError(f"no step of {found.folder.parent} has the metric {keep_best!r}")

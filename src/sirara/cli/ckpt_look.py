@@ -12,7 +12,7 @@ from sirara.checkpoint.find import find, step_folder
 from sirara.checkpoint.pins import is_pinned
 from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.retention import is_verified
-from sirara.checkpoint.steps import incomplete_steps
+from sirara.checkpoint.steps import incomplete_steps, named_step
 from sirara.cli.ckpt_options import shape_text, size_text, step_option, value_text
 from sirara.cli.options import json_option, say_json
 from sirara.errors import CheckpointError, Exit, StorageError
@@ -191,12 +191,12 @@ def _summary(path: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"path": str(path), "fault": ""}
     saved = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime, UTC)
     row["saved"] = saved.isoformat(sep=" ", timespec="seconds")
+    named = named_step(path.name)
     try:
-        m = Snapshot(path).manifest
+        m = Snapshot(path, step=named).manifest
     except (CheckpointError, StorageError) as fault:
-        digits = path.name.removeprefix("step-")
         unknown = {"bytes": 0, "tokens": 0, "verified": False, "pinned": is_pinned(path)}
-        return row | unknown | {"step": int(digits) if digits.isdigit() else 0, "fault": fault.what}
+        return row | unknown | {"step": named or 0, "fault": fault.what}
     return row | {
         "step": m.step,
         "bytes": sum(f.size for f in m.files),

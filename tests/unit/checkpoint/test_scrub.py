@@ -54,6 +54,12 @@ def test_missing_cut_and_foreign_files_are_named(step):
     assert "model-00002-of-00002.safetensors: is not part of this step" in found
 
 
+def test_a_step_in_the_folder_of_another_is_named(step):
+    step = step.rename(step.with_name("step-000000030"))
+    assert faults_of(step) == ["manifest.json: is of step 5: the folder was renamed or copied over"]
+    assert faults_of(step.rename(step.with_name("kept-for-a-friend"))) == []
+
+
 def sealed_again(step, change):
     """A manifest that lies, with a good check: what a bug of a writer would look like."""
     head = json.loads((step / "manifest.json").read_bytes())
