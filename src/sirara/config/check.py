@@ -367,6 +367,13 @@ def _tiers(config: "RunConfig") -> None:
 
 
 def _values_of_tier(where: str, tier: "TierConfig") -> None:
+    if tier.path is not None and set("{}") & set(str(tier.path).replace("{node}", "")):
+        raise ConfigError(
+            f"path={tier.path} has another word in braces than {{node}}",
+            where=f"{where}.path",
+            why="{node} becomes the number of the node; nothing else is replaced",
+            try_=["path: /dev/shm/sirara/{node}"],
+        )
     if tier.tier == "object" and (tier.url is None or "://" not in tier.url):
         raise ConfigError(
             f"the tier object needs a url, not {_yaml(tier.url)}",

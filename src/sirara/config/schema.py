@@ -272,6 +272,13 @@ Tier = Literal["memory", "peer", "parity", "disk", "object"]
 TierName = Literal["memory", "peer", "parity", "disk", "object"]
 
 
+def _option(value: object) -> object:
+    """As the libraries of object stores want it: `true` and `9000` are texts."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int | float) else value
+
+
 class TierConfig(Section):
     """Where copies of a checkpoint are kept, and how often. In a list of tiers a bare name stands for {tier: name}."""
 
@@ -292,9 +299,9 @@ class TierConfig(Section):
         description="peer, parity: what each node shares with others that fail with it (rack, power)",
     )
     url: str | None = Field(default=None, description="object: s3://bucket/prefix and the like")
-    options: dict[str, str] = Field(
-        default={}, description="object: endpoint, region, ...; credentials come from the environment"
-    )
+    options: dict[
+        str, Annotated[str, BeforeValidator(_option, json_schema_input_type=str | bool | float)]
+    ] = Field(default={}, description="object: endpoint, region, ...; credentials come from the environment")
 
 
 def _tier(value: object) -> object:

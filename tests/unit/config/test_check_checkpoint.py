@@ -47,6 +47,14 @@ def test_tiers_that_can_work_are_accepted(tiers):
     assert len(config(tiers=tiers).checkpoint.tiers) == len(tiers)
 
 
+def test_options_of_a_store_are_texts_whatever_yaml_makes_of_them():
+    options = {"endpoint": "http://127.0.0.1:1", "allow_http": True, "timeout": 30, "factor": 1.5}
+    tier = config(tiers=["disk", {**OBJECT, "options": options}]).checkpoint.tiers[1]
+    assert tier.options == {
+        "endpoint": "http://127.0.0.1:1", "allow_http": "true", "timeout": "30", "factor": "1.5"
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("tiers", "message", "where", "advice"),
     [
@@ -64,6 +72,12 @@ def test_tiers_that_can_work_are_accepted(tiers):
             "every 15 steps, the tier disk every 10",
             "checkpoint.tiers.1",
             "every: 20",
+        ),
+        (
+            ["disk", {"tier": "memory", "path": "/dev/shm/{nod}"}],
+            "another word in braces than {node}",
+            "checkpoint.tiers.1.path",
+            "{node}",
         ),
         (
             ["disk", {"tier": "memory", "copies": 3}],
