@@ -224,6 +224,9 @@ def _conventions(row: Mapping[str, str], c: Columns, framework: str, assumed: li
     if framework == "bridge" and find(row["gpu_type"]).domain == 72:
         # The recipes replay graphs where a rack is one scale-up domain (scripts/performance of Megatron-Bridge).
         c["launch"] = int(Launch.GRAPHS)
+    if "tokendrop" in (row.get("model") or "").lower():
+        # With a fixed capacity the host need not learn how many tokens each expert gets before it launches.
+        c["launch"] = int(Launch.GRAPHS)
     modern = framework in ("te-plain", "megatron", "nemo", "bridge", "nanotron")
     c["sequence_parallel"] = float(modern and c["tp"] > 1)
     overlap = framework in ("megatron", "nemo", "bridge")

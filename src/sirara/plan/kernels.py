@@ -240,7 +240,7 @@ def mixture_block(p: Points, r: Rates, k: Constants) -> Block | None:
         matmul=(parts[0], parts[1] + weights),
         attention=_scores(p, r, k),
         moved=(forward + permuted, backward + 1.2 * permuted),
-        host=_host(p, k, kernels=7.0),
+        host=_host(p, k, kernels=8.0),
         weights=weights,
         last=np.zeros(len(p)),
     )
