@@ -13,6 +13,8 @@ from functools import cache
 
 from sirara.pure.tree import Deal
 
+MOST_PLAYED = 1024
+"""Microbatches; with more the closed form is used."""
 Made = Counter[tuple[str, str]]
 """Buffers by size ("full", "shard") and dtype ("leaf": as autograd gives gradients, "sum")."""
 
@@ -28,6 +30,9 @@ class Buffers:
     once_leaf: int = 0
     once_sum: int = 0
     """Full-size ones that groups of one size use in turn."""
+    once_shard_leaf: int = 0
+    once_shard_sum: int = 0
+    """Shard-size ones of that kind: what arrives."""
 
 
 @cache
@@ -42,6 +47,8 @@ def buffers_of(dealt: Deal, *, lean: bool, fast: bool, same: bool) -> Buffers:
         more = lean and dealt.places > 1
         return Buffers(full_sum=not lean, once_sum=lean, shard_sum=2 if more else 1)
     leaf = "sum" if same or dealt.k > 0 or dealt.dp == 1 else "leaf"
+    if dealt.microbatches > MOST_PLAYED and dealt.dp > 1:
+        return _closed(dealt, leaf, lean=lean)
     two, three = (_played(dealt, leaf, groups, lean=lean) for groups in (2, 3))
     each = {kind: three[kind] - two[kind] for kind in three}
     return Buffers(
@@ -51,6 +58,32 @@ def buffers_of(dealt: Deal, *, lean: bool, fast: bool, same: bool) -> Buffers:
         shard_sum=each.get(("shard", "sum"), 0),
         once_leaf=two["full", "leaf"] - 2 * each.get(("full", "leaf"), 0),
         once_sum=two["full", "sum"] - 2 * each.get(("full", "sum"), 0),
+        once_shard_leaf=two["shard", "leaf"] - 2 * each.get(("shard", "leaf"), 0),
+        once_shard_sum=two["shard", "sum"] - 2 * each.get(("shard", "sum"), 0),
+    )
+
+
+def _closed(dealt: Deal, leaf: str, *, lean: bool) -> Buffers:
+    """The same in closed form: a shard more or less where rounds are no power of two, and without scratch."""
+    rounds = dealt.rounds
+    arriving = min(dealt.dp, dealt.blocks) - 1
+    counter = (rounds - 1).bit_length()
+    if leaf == "leaf" or lean:
+        counter = max(1, counter)
+    more = rounds > 1
+    each = 0 if lean else max(1, dealt.k) + (more and dealt.k > 0)
+    once = 2 if lean else int(more and dealt.k == 0)
+    kept = 0 if lean else arriving
+    low = leaf == "leaf"
+    return Buffers(
+        full_leaf=each * low,
+        full_sum=each * (not low),
+        once_leaf=once * low,
+        once_sum=once * (not low),
+        shard_leaf=kept * low,
+        shard_sum=counter + kept * (not low),
+        once_shard_leaf=2 * lean * arriving * low,
+        once_shard_sum=2 * lean * arriving * (not low),
     )
 
 

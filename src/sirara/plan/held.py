@@ -271,4 +271,5 @@ def _gradients(config: RunConfig, groups: Sequence[Group], here, dealt: Deal, bu
         total += uses * shard * dealt.dp * whole
     for numel, leaf in full:
         total += numel * (buffers.once_leaf * leaf + buffers.once_sum * sums)
+        total += numel // dealt.dp * (buffers.once_shard_leaf * leaf + buffers.once_shard_sum * sums)
     return total

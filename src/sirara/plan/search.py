@@ -12,6 +12,7 @@ Everything is kept as matrices [outer, inner] of codes, bytes and seconds: a mil
 import time
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,8 +37,9 @@ from sirara.plan.layouts import (
     overrides_of,
     words_of,
 )
-from sirara.plan.memory import memory
+from sirara.plan.memory import Memory, memory
 from sirara.plan.offload import slowest
+from sirara.plan.points import Points
 from sirara.plan.verdict import GIB, Plan, Setting, plan
 from sirara.pure.shape import ModelShape
 
@@ -45,6 +47,7 @@ Floats = NDArray[np.float64]
 ALTERNATIVES = 5
 CHUNK = 16_384
 """Layouts that are evaluated at once: their columns stay in the cache."""
+THREADS = 2
 SLOWER = 1.25
 """How much slower than the fastest a layout may be that is wanted for its little memory."""
 TRIED = 60
@@ -173,14 +176,15 @@ def _evaluated(config: RunConfig, shape: ModelShape, setting: Setting, space: Sp
         )
     rows, entries = np.nonzero(table.reason == Reason.LEGAL)
     degrees = {k: np.array([getattr(x, k) for x in out]) for k in ("pp", "tp", "cp", "ep", "dp")}
-    for low in range(0, len(rows), CHUNK):
+
+    def evaluate(low: int) -> None:
         r, e = rows[low : low + CHUNK], entries[low : low + CHUNK]
-        columns = {
-            **model,
-            **{k: v[e] for k, v in inside.columns.items()},
-            **{k: v[r] for k, v in degrees.items()},
-        }
-        _evaluate(table, setting, columns, r, e)
+        some = {**{k: v[e] for k, v in inside.columns.items()}, **{k: v[r] for k, v in degrees.items()}}
+        _evaluate(table, setting, {**model, **some}, r, e)
+
+    # Chunks write to cells of their own, and numpy lets go of the interpreter while it computes.
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(evaluate, range(0, len(rows), CHUNK)))
     return table
 
 
@@ -196,14 +200,12 @@ def _evaluate(
     layers, pp = columns["layers"], columns["pp"]
     columns["split_counts_ends"] = (pp > 2) & (layers % (pp * columns["vpp"]) != 0)
     points = as_points(columns, setting.cluster)
-    device = memory(points, setting.table, setting.constants).device
+    used = memory(points, setting.table, setting.constants)
+    device = used.device
     # Fewer microbatches added locally: more exchanges, fewer buffers.
     tight = (device > capacity) & (points.block > 0) & bool(columns["exact"])
     if tight.any():
-        smaller = as_points(
-            {**_picked(columns, tight), "block": np.zeros(int(tight.sum()), int)}, setting.cluster
-        )
-        device[tight] = memory(smaller, setting.table, setting.constants).device
+        tight = _smaller_blocks(setting, columns, points, used, tight)
         table.one[r, e] = tight
     table.device[r, e] = device
     fits = device <= capacity
@@ -216,6 +218,22 @@ def _evaluate(
             )  # fmt: skip
             step = slowest(chosen, setting.table, setting.constants).step_s
             table.step[r[which], e[which]] = step
+
+
+def _smaller_blocks(
+    setting: Setting, columns: Columns, points: Points, used: Memory, tight: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Which layouts fit, or come nearest, with blocks of one microbatch; `used.device` is theirs then."""
+    at = np.flatnonzero(tight)
+    smaller = as_points({**_picked(columns, tight), "block": np.zeros(len(at), int)}, setting.cluster)
+    saved = used.gradients[at] * (1 - smaller.grad_bytes / points.grad_bytes[at])
+    # With a margin for the allocator's share: what cannot fit is not asked.
+    near = used.device[at] - 1.2 * saved <= setting.capacity_bytes
+    found = np.zeros(len(points), dtype=bool)
+    if near.any():
+        used.device[at[near]] = memory(smaller.take(near), setting.table, setting.constants).device
+        found[at[near]] = True
+    return found
 
 
 def _picked(columns: Columns, which: NDArray[np.bool_]) -> Columns:

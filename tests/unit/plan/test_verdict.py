@@ -1,18 +1,18 @@
 """One layout judged: memory by the executor's own rules, terms that add up, the verdict and its advice."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from sirara.config.schema import RunConfig
-from sirara.plan.buffers import buffers_of
+from sirara.plan.buffers import _closed, buffers_of
 from sirara.plan.constants import fitted
 from sirara.plan.from_config import cluster_of
 from sirara.plan.hardware import find, table
 from sirara.plan.verdict import GIB, Setting, nearest, plan, refusal, state_bytes, what_does_not_run
 from sirara.pure.families import PRESETS, parameter_count
 from sirara.pure.shape import ModelShape
-from sirara.pure.tree import deal
+from sirara.pure.tree import Deal, deal
 from sirara.train.trace import trace
 
 SHAPE = ModelShape(family="gpt2", layers=4, hidden=64, heads=4, vocab=101, max_seq=16)
@@ -79,6 +79,28 @@ def test_blocks_hold_as_many_buffers_as_they_are_deep():
         dealt = deal(1 << k, 1, 1 << k)
         assert buffers_of(dealt, lean=False, fast=False, same=True).full_sum == max(1, k)
     assert buffers_of(deal(64, 4, 8), lean=False, fast=True, same=True).full_sum == 1
+
+
+def test_the_closed_form_of_buffers_is_what_is_played():
+    cases = [
+        (64, 2, 0),
+        (64, 8, 2),
+        (64, 64, 0),
+        (60, 6, 1),
+        (256, 16, 3),
+        (512, 48, 0),
+        (1000, 10, 2),
+        (7, 3, 0),
+    ]
+    for total, dp, k in cases:
+        for lean in {False, k == 0}:
+            for same in (False, True):
+                dealt = Deal(microbatches=total, dp=dp, k=k)
+                exact = asdict(buffers_of(dealt, lean=lean, fast=False, same=same))
+                closed = asdict(_closed(dealt, "sum" if same or k else "leaf", lean=lean))
+                for name, count in exact.items():
+                    near = 6 if name == "once_shard_sum" else 1 if name.startswith("shard") else 0
+                    assert abs(closed[name] - count) <= near, (total, dp, k, lean, same, name)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"pp": 2, "dp": 2}, {"tp": 2, "dp": 2, "zero": 3}])
