@@ -173,6 +173,8 @@ def config_of(case: Row, stores: Path, steps: int) -> RunConfig:
                 "split": uneven(count) if case["split"] == "uneven" else "auto",
                 "block": case["block"],
             },
+            # Saves beside the training have tests of their own; here a keeper per rank would only cost time.
+            "checkpoint": {"async": False},
             "launch": {"hang_timeout": 20.0},
         }
     )
