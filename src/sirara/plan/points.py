@@ -362,9 +362,10 @@ def stages(p: Points) -> Stages:
     units = layers + 2 * p.split_counts_ends
     most = np.ceil(units / pp)
     ends = np.maximum(0.0, np.floor(units / pp) - p.split_counts_ends)
-    # Counting the ends, what is missing to full stages is taken from the middle.
-    first = np.where(pp == 1, layers, ends)
-    last = np.where(pp == 1, layers, np.where(pp == 2, layers - ends, ends))
+    # One more than the middle stages can take goes to the first, which has no head.
+    over = (units - pp * np.floor(units / pp)) > pp - 2
+    first = np.where(pp == 1, layers, ends + over)
+    last = np.where(pp == 1, layers, ends)
     middle = np.where(pp > 2, np.minimum(most, np.maximum(0.0, layers - first - last)), 0.0)
     even = (layers % pp == 0) & (p.split_counts_ends == 0)
     first, last = np.where(even, layers / pp, first), np.where(even, layers / pp, last)
