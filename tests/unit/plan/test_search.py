@@ -118,14 +118,19 @@ def test_nothing_fits_says_how_near_it_came():
 
 
 @pytest.mark.timeout(240)
-def test_fifty_thousand_layouts_a_second_of_cpu_time():
-    space = whole_space(config(), SHAPE, find("h100-sxm"), 64)
+def test_sixteen_thousand_devices_are_searched_at_fifty_thousand_layouts_a_second():
+    shape, accelerator = PRESETS["llama3-405b"], find("h100-sxm")
+    there = config(global_batch=2048).model_copy(
+        update={"model": config().model.model_copy(update={"preset": "llama3-405b"})}
+    )
+    space = whole_space(there, shape, accelerator, 16_384)
     before = os.times()
-    found = search(config(global_batch=1024), SHAPE, setting(64, "h100-sxm"), space)
+    found = search(there, shape, setting(16_384, "h100-sxm"), space)
     after = os.times()
+    # Of CPU time: other processes of the machine do not count.
     spent = after.user + after.system - before.user - before.system
-    assert found.legal / spent > 25_000, f"{found.legal / spent:,.0f} a second"
-    assert found.layouts / spent > 50_000
+    assert found.legal > 300_000 and found.legal / spent > 50_000, f"{found.legal:,} in {spent:.1f} s"
+    assert spent < 60
 
 
 def test_the_slowest_of_unlike_nodes_sets_the_pace_and_the_smallest_the_memory():
