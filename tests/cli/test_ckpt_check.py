@@ -290,6 +290,22 @@ def test_places_that_cannot_be_asked_are_said(run):
         assert json.loads(sirara("ckpt", verb, run, "--json").stdout)["unasked"]
 
 
+def test_a_run_whose_steps_are_elsewhere_is_told_how_to_find_and_rebuild_them(run):
+    shutil.rmtree(run / "checkpoints")
+    result = sirara("ckpt", "repair", run)
+    assert result.exit_code == 65 and "--step N rebuilds one that other places keep" in result.stderr
+    (run / "config.yaml").write_text("name: demo\n")
+    result = sirara("ckpt", "verify", run)
+    assert result.exit_code == 65 and "not asked: the tiers that " in result.stdout
+
+
+def test_what_is_wrong_with_a_manifest_and_why_are_two_parts_of_one_sentence(run):
+    (step_of(run, 8) / MANIFEST).write_text("{}\n")
+    result = sirara("ckpt", "repair", run, "--step", 8)
+    assert result.exit_code == 65, result.output
+    assert "cannot be repaired: the files are of save" in result.stdout
+
+
 @pytest.mark.parametrize(
     "args, code, message",
     [

@@ -53,7 +53,7 @@ def mend(
         else:
             done = repair_step(path, manifest, copies, others=others, dry_run=dry_run)
     except CheckpointError as fault:
-        lost = Fault(file=MANIFEST, what=f"{fault.what} {fault.why}".strip())
+        lost = Fault(file=MANIFEST, what=": ".join(filter(None, (fault.what, fault.why))))
         return Repaired(step=step, path=path, mended=(), lost=(lost,)), unasked
     if source and not rebuilt:
         whole = Mended(file=MANIFEST, what="all of it is good again", taken_from=source)

@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 from safetensors import SafetensorError, safe_open
 
+from sirara.checkpoint.copies import file_owner
 from sirara.checkpoint.readback import Fault, faulty_pieces
 from sirara.checkpoint.reader import Snapshot, size_faults
 from sirara.checkpoint.steps import named_step
@@ -22,7 +24,7 @@ def scrub(snapshot: Snapshot) -> list[Fault]:
     return [
         *_misplaced(snapshot),
         *sizes,
-        *(fault for fault in scrub_pieces(snapshot) if fault.file not in absent),
+        *(_with_owner(snapshot, fault) for fault in scrub_pieces(snapshot) if fault.file not in absent),
         *_overlapping(snapshot),
         *_foreign(snapshot),
         *(fault for fault in _weights_side(snapshot) if fault.file not in absent),
@@ -40,6 +42,14 @@ def _misplaced(snapshot: Snapshot) -> Iterator[Fault]:
     named, step = named_step(snapshot.path.name), snapshot.manifest.step
     if named is not None and named != step:
         yield Fault(file=MANIFEST, what=f"is of step {step}: the folder was renamed or copied over")
+
+
+def _with_owner(snapshot: Snapshot, fault: Fault) -> Fault:
+    """A header that does not match may say from which save the whole file is."""
+    owner = None if fault.tensor else file_owner(snapshot.path / fault.file)
+    if owner is None or owner[0] == snapshot.manifest.uuid:
+        return fault
+    return replace(fault, what=f"{fault.what}; it belongs to another save (step {owner[1]}, uuid {owner[0]})")
 
 
 def _overlapping(snapshot: Snapshot) -> Iterator[Fault]:

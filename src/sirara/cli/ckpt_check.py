@@ -45,6 +45,8 @@ def verify(target: str, step: int | None, disk_only: bool, as_json: bool) -> int
     results = [_verified(path, quiet=as_json) for path in paths]
     copies, unasked = _scrubbed(places, step, quiet=as_json)
     if not results and not copies:
+        if not as_json:
+            _say_unasked(unasked)  # what is not here may be there
         found.path(step)  # says that there is none
     incomplete = [] if found.only or step is not None else [*incomplete_steps(found.folder), *torn(places)]
     bad = [r for r in (*results, *copies) if r["faults"]]
@@ -71,7 +73,14 @@ def _verified(path: Path, *, quiet: bool) -> dict[str, Any]:
         read_bytes = sum(f.size for f in snapshot.manifest.files)
         faults = [{"file": f.file, "tensor": f.tensor, "box": f.box, "what": f.what} for f in scrub(snapshot)]
     except (CheckpointError, StorageError) as fault:
-        faults = [{"file": MANIFEST, "tensor": "", "box": "", "what": f"{fault.what} {fault.why}".strip()}]
+        faults = [
+            {
+                "file": MANIFEST,
+                "tensor": "",
+                "box": "",
+                "what": ": ".join(filter(None, (fault.what, fault.why))),
+            }
+        ]
     took = time.perf_counter() - began
     if not quiet:
         if faults:
@@ -150,7 +159,11 @@ def repair(target: str, step: int | None, replicas: tuple[Path, ...], dry_run: b
     given = [Snapshot(path, check_sizes=False) for path in replicas]
     steps = [step] if step is not None else [step_number(path) for path in found.paths()]
     if not steps:
-        found.path(None)  # says that there is none
+        raise CheckpointError(
+            f"{found.folder} has no committed checkpoint",
+            code="SR513",
+            try_=["--step N rebuilds one that other places keep; sirara ckpt why RUN names them"],
+        )
     results: list[Repaired] = []
     unasked = list(places.unasked)
     with TemporaryDirectory(prefix="sirara-decoded-") as scratch:

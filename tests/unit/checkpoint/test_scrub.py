@@ -60,6 +60,14 @@ def test_a_step_in_the_folder_of_another_is_named(step):
     assert faults_of(step.rename(step.with_name("kept-for-a-friend"))) == []
 
 
+def test_a_file_of_another_save_is_named_with_the_save_it_belongs_to(step):
+    other = save(step.parent, 6, small_state(6), even(small_state(6), 3))
+    shutil.copy(other / "optim-0-0.safetensors", step)
+    first = faults_of(step)[0]
+    assert first.startswith("optim-0-0.safetensors: its first "), first
+    assert f"it belongs to another save (step 6, uuid {manager(step.parent).open(6).manifest.uuid})" in first
+
+
 def sealed_again(step, change):
     """A manifest that lies, with a good check: what a bug of a writer would look like."""
     head = json.loads((step / "manifest.json").read_bytes())
