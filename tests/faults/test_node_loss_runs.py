@@ -291,5 +291,7 @@ def test_when_nothing_is_left_the_run_does_not_begin_again_at_step_0(with_parity
     shutil.rmtree(step)
     (done,) = with_parity.resumed(1)
     case("losses of everything")
-    assert done.code == 65 and "are gone" in done.err and "step 20 was saved" in done.err, done.err
+    assert done.code == 65 and "cannot be rebuilt" in done.err, done.err
+    told = with_parity.project.sirara("ckpt", "why", str(with_parity.run.path))
+    assert told.code == 65 and "no step can be restored" in told.out and "step 20 " in told.out, told.out
     assert not [e for e in read(with_parity.run.events) if e["kind"] == "resume"]

@@ -96,10 +96,14 @@ def read_first(
     if not skipped:
         return None
     raise CheckpointError(
-        f"none of the {len(skipped)} committed steps in {where} can be read",
+        f"none of the {len(skipped)} steps that were found can be read",
         code="SR530",
+        where=str(where),
         why="; ".join(f"step {step}: {fault}" for step, fault in skipped),
-        try_="sirara ckpt verify names every bad piece",
+        try_=[
+            "sirara ckpt why RUN    which steps there were, and where",
+            "sirara ckpt verify RUN    every bad piece by name",
+        ],
     )
 
 

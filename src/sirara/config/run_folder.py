@@ -199,6 +199,9 @@ class RunFolder:
 
         Raises:  StorageError when the folder cannot be read, which is not the same as empty.
         """
+        if not os.path.lexists(self.checkpoints) and (self.path / "run.json").is_file():
+            return []  # somebody removed it; the events say whether steps were in it
+
         try:
             names = [
                 name.removeprefix("step-")
@@ -223,9 +226,9 @@ class RunFolder:
         if self.committed_steps():
             return True
         saved = self._kept()
-        if not any("object" in tiers for _, tiers in saved):
+        if not any(tiers - {"disk"} for _, tiers in saved):
             self.check_nothing_kept()
-        # What was kept in the memory of nodes or in an object store may be there or not: the resume finds out.
+        # What was kept by nodes or in an object store may be there or not: the resume finds out.
         return bool(saved)
 
     def check_nothing_kept(self) -> None:
@@ -241,8 +244,8 @@ class RunFolder:
             )
 
     def _kept(self) -> list[tuple[object, set[str]]]:
-        """Per save that ended well its step and the tiers that kept it."""
-        saved = [event for event in read(self.events) if event.get("kind") == "save"]
+        """Per save or upload that ended well its step and the tiers that kept it."""
+        saved = [event for event in read(self.events) if event.get("kind") in ("save", "upload")]
         return [
             (
                 e.get("step"),
@@ -295,6 +298,8 @@ class RunFolder:
                 why=", ".join(map(str, left)),
                 try_=["see what they wait for: ps -o pid,stat,wchan -p PID"],
             )
+        if not os.path.lexists(self.checkpoints):
+            self.checkpoints.mkdir()  # somebody removed it; its steps may be in another tier
         return number
 
     def check_attempt(self, number: int) -> None:

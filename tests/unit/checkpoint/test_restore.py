@@ -230,7 +230,7 @@ def test_nothing_anywhere_is_none_and_a_foreign_run_is_an_error(run):
         run.restore()
     run.save(4, {}, disk=True)
     shutil.move(run.checkpoints / step_name(4), run.checkpoints / step_name(9))
-    with pytest.raises(CheckpointError, match="none of the 1 committed steps"):
+    with pytest.raises(CheckpointError, match="none of the 1 steps that were found"):
         run.restore()
 
 

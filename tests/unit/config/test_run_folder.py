@@ -251,6 +251,46 @@ def test_a_run_that_saved_but_has_no_checkpoint_left_does_not_start_from_0_silen
     assert run.resumes()
 
 
+def saved_in(run, *events) -> None:
+    with JsonLines(run.events) as lines:
+        for kind, step, tiers in events:
+            lines.append({"kind": kind, "step": step, "tiers": dict.fromkeys(tiers, "kept")})
+
+
+@pytest.mark.parametrize(
+    "others",
+    [[("upload", 40, ["object"])], [("save", 42, ["memory"])], [("save", 42, ["peer", "parity"])]],
+    ids=["object store", "memory", "peer and parity"],
+)
+def test_a_run_that_lost_its_steps_asks_the_other_tiers_before_it_gives_up(run, others):
+    saved_in(run, ("save", 40, ["disk"]), *others)
+    assert run.resumes()
+    with pytest.raises(CheckpointError, match=r"are gone[\s\S]*step 40 was saved"):
+        run.check_nothing_kept()  # which the resume calls when nobody has a step
+
+
+def test_an_upload_that_is_gone_as_well_is_a_loss_that_is_told(run):
+    saved_in(run, ("save", 30, ["memory"]), ("upload", 20, ["object"]))
+    with pytest.raises(CheckpointError, match=r"are gone[\s\S]*step 20 was saved"):
+        run.check_nothing_kept()
+
+
+def test_a_checkpoints_folder_that_somebody_removed_is_empty_and_made_again(run):
+    run.checkpoints.rmdir()
+    assert run.committed_steps() == []
+    saved_in(run, ("upload", 40, ["object"]))
+    assert run.resumes()
+    run.begin_attempt()
+    assert run.checkpoints.is_dir()
+
+
+def test_a_link_to_a_disk_that_is_not_mounted_is_not_an_empty_folder(run):
+    run.checkpoints.rmdir()
+    run.checkpoints.symlink_to("nowhere")
+    with pytest.raises(StorageError, match="cannot be read"):
+        run.committed_steps()
+
+
 def test_keep_adds_to_the_record_and_leaves_the_rest(run):
     run.keep(threads=2)
     assert run.record()["threads"] == 2 and run.record()["run"] == run.id
