@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from sirara.checkpoint.arena import memory_root, reap
+from sirara.checkpoint.arena import reap
 from sirara.checkpoint.background import Background
 from sirara.checkpoint.commit import Committer
 from sirara.checkpoint.deciding import Move, Row, first_fault, joint, ordered, own_move
@@ -32,7 +32,7 @@ from sirara.checkpoint.readback import committed_manifest
 from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.report import tell_committer
 from sirara.checkpoint.restore import Candidate, Restored, read_first
-from sirara.checkpoint.space import SMALL_FILES, Need, check_before_save
+from sirara.checkpoint.space import SMALL_FILES, Need, check_before_save, memory_folder
 from sirara.checkpoint.steps import committed_steps, save_uuid, step_name, temp_name
 from sirara.checkpoint.storage import Disk
 from sirara.config.run_folder import RunFolder
@@ -47,6 +47,7 @@ __all__ = ["CheckpointManager", "NamedRange", "PlannedTensor", "Restored", "Snap
 SOFT_FAULTS = (StorageError, CheckpointError, CommError)
 """What a run survives when a save ends with it; anything else ends the run."""
 
+_NEED_OTHERS = frozenset({"peer", "parity"})  # kept by more nodes than one, or not at all
 _IN_ARENAS = ("memory", "peer", "parity")  # own images stay where they are
 _LOST = 64  # failed saves of which leftovers are looked for
 _NAP_S = (0.002, 0.25)
@@ -140,6 +141,9 @@ class CheckpointManager:
             fence=fence,
         )
         self._tiers, self._when_busy, self._agree = tuple(tiers), when_busy, agree
+        # A run that lost all nodes but one goes on: what can be kept by nobody is no failure of a save.
+        alone = _NEED_OTHERS if world <= self._per_node else frozenset()
+        self._usable = tuple(t for t in self._tiers if t.tier not in alone)
         self.asynchronous = asynchronous
         self._keeps = (keep_last, keep_every, keep_best)
         self._run_folder, self._log_file = run_folder, log
@@ -154,7 +158,7 @@ class CheckpointManager:
         self.put_off: frozenset[str] = frozenset()  # tiers of a save that waits or failed
         self._kept_in_memory = False
         self._needs_addresses = any(is_node_tier(t) for t in tiers)
-        root = memory or memory_root(next((t.path for t in tiers if t.tier == "memory"), None), node)
+        root = memory or memory_folder(tiers, node=node)
         # The copy of a run has its name: what need not be found by a restart lies where no copy looks.
         place = xxhash.xxh3_64_hexdigest(str(folder.absolute()).encode())[:8]
         self._memory = root / (run if self._needs_addresses else f"{run}-{place}")
@@ -165,6 +169,9 @@ class CheckpointManager:
         self.times: SaveTimes | None = None
         self.scores: dict[int, float] = {}
         if rank == 0:
+            for tier in self._tiers:
+                if tier.tier in alone:
+                    _log.warning("the tier %s keeps nothing while the run has one node", tier.tier)
             self.clean()
         if rank % self._per_node == 0 and self.uses_keeper:
             reap(root, spare=self._memory)
@@ -176,12 +183,12 @@ class CheckpointManager:
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Names of all tiers."""
-        return tuple(t.tier for t in self._tiers)
+        """Names of the tiers that can keep something with the nodes that there are."""
+        return tuple(t.tier for t in self._usable)
 
     def due_tiers(self, step: int, every: int | None) -> tuple[str, ...]:
         """The tiers that are due at a step, `every` being checkpoint.every."""
-        own = ((t.tier, t.every or every) for t in self._tiers)
+        own = ((t.tier, t.every or every) for t in self._usable)
         return tuple(tier for tier, n in own if n is not None and step % n == 0)
 
     # ---- saving in line

@@ -15,13 +15,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sirara.checkpoint.arena import memory_root
 from sirara.checkpoint.copies import Copy, ImagesCopy, ParityCopy
 from sirara.checkpoint.generation import GenerationStore, ParityBlock
 from sirara.checkpoint.image import Image
 from sirara.checkpoint.object import ObjectTier, StoredStep
 from sirara.checkpoint.parity import block_range, rebuild
 from sirara.checkpoint.serve import LocalNode
-from sirara.checkpoint.space import memory_folder
+from sirara.checkpoint.space import memory_path
 from sirara.config.load import load
 from sirara.config.run_folder import RunFolder
 from sirara.config.schema import TierConfig
@@ -65,11 +66,7 @@ def places_of(run: RunFolder) -> Places:
         except ConfigError as fault:
             unasked.append(f"the tiers that {run.config} names: {fault.what}")
     name = str(run.record().get("run", run.id))
-    roots = (
-        {(memory_folder(tiers, node=-1), False)}
-        if not any(t.tier == "memory" and t.path for t in tiers)
-        else set()
-    )
+    roots = {(memory_root(None, 0), False)} if memory_path(tiers) is None else set()
     roots |= {(Path(t.path), t.tier == "disk") for t in tiers if t.path is not None}
     stores = [
         NodeStore(name=_named(durable, node), store=GenerationStore(root, name, durable=durable))

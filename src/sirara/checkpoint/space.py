@@ -7,6 +7,7 @@ Tiers that share a file system are added up. Free space is no promise (others wr
 of a parallel file system have limits of their own), so a save also allocates its files before it writes to them.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -170,8 +171,18 @@ def planned_needs(
 
 
 def memory_folder(tiers: Sequence[TierConfig], *, node: int) -> Path:
-    """Where snapshots of this node lie: the path of the memory tier, else shared memory."""
-    return memory_root(next((t.path for t in tiers if t.tier == "memory"), None), node)
+    """Where snapshots of this node lie, see `memory_path`."""
+    return memory_root(memory_path(tiers), node)
+
+
+def memory_path(tiers: Sequence[TierConfig]) -> str | None:
+    """The path of the memory tier; without that tier the one of peer or parity; None: shared memory.
+
+    Nodes whose copies lie in folders of their own must not share the folder of their snapshots either.
+    """
+    named = [t for t in tiers if t.tier == "memory"]
+    named += [t for t in tiers if t.tier in ("peer", "parity") and t.path is not None]
+    return named[0].path if named else None
 
 
 def state_bytes(config: RunConfig, units: Sequence[UnitSpec]) -> int:
@@ -286,4 +297,7 @@ def _fault(room: Room, needs: Sequence[Need], *, size: int, files: int) -> tuple
 
 
 def _free(missing: int) -> str:
-    return f"free {missing / (1 << 30):.1f} GiB there" if missing else "remove small files there"
+    if not missing:
+        return "remove small files there"
+    unit, name = ((1 << 30), "GiB") if missing >= 1 << 30 else ((1 << 20), "MiB")
+    return f"free {math.ceil(10 * missing / unit) / 10:.1f} {name} there"

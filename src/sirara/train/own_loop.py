@@ -19,7 +19,6 @@ from typing import Any, Self
 
 import torch
 
-from sirara.checkpoint.arena import memory_root
 from sirara.checkpoint.deadline import FILE as BANDWIDTH
 from sirara.checkpoint.deadline import Pace
 from sirara.checkpoint.digest import Digest
@@ -33,6 +32,7 @@ from sirara.checkpoint.object import ObjectTier
 from sirara.checkpoint.partial import WeightsReport
 from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.restore import Restorer
+from sirara.checkpoint.space import memory_folder
 from sirara.comm.world import World, connect, connect_axes, disconnect
 from sirara.config.load import model_shape, weights_folder
 from sirara.config.run_folder import RunFolder
@@ -199,7 +199,6 @@ class Trainer:
     def _read_newest(self) -> tuple[Snapshot, Restored] | None:
         """Fills the state from the newest step that all tiers together hold; None when there is none."""
         tiers, world, attempt = self.config.checkpoint.tiers, self.world, self.manager.attempt
-        memory = next((Path(tier.path) for tier in tiers if tier.tier == "memory" and tier.path), None)
         store = next((tier for tier in tiers if tier.tier == "object"), None)
         with open_nodes(
             tiers,
@@ -210,7 +209,7 @@ class Trainer:
             node=world.node,
             attempt=attempt,
             token=str(self.run.record().get("token", "")),
-            memory=memory_root(memory, world.node),
+            memory=memory_folder(tiers, node=world.node),
             texts=self._texts,
         ) as nodes:
             restorer = Restorer(

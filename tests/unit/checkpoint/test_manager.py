@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sirara.checkpoint.manager import CheckpointManager
 from sirara.checkpoint.steps import committed_steps, incomplete_steps, save_uuid, step_name
+from sirara.config.schema import TierConfig
 from sirara.errors import (
     CheckpointError,
     CommTimeout,
@@ -308,6 +309,25 @@ def test_the_step_with_the_lowest_metric_stays_however_old_it_is(tmp_path):
     assert m.newest() == [5, 4, 2]
 
 
+# ---- when it is time
+
+
+def test_tiers_that_need_other_nodes_are_not_due_on_one_and_that_is_said(tmp_path, caplog):
+    tiers = [TierConfig(tier=tier, every=n) for tier, n in (("parity", 1), ("peer", 2), ("memory", 4))]
+    tiers.append(TierConfig(tier="disk"))
+    options = {"tiers": tiers, "memory": tmp_path / "memory", "rank": 0}
+    alone = manager(tmp_path / "alone", world=2, ranks_per_node=2, **options)
+    assert [alone.due_tiers(step, 4) for step in (1, 2, 4)] == [(), (), ("memory", "disk")]
+    assert alone.tiers == ("memory", "disk")
+    assert [r.message for r in caplog.records] == [
+        "the tier parity keeps nothing while the run has one node",
+        "the tier peer keeps nothing while the run has one node",
+    ]
+    several = manager(tmp_path / "several", world=2, ranks_per_node=1, **options)
+    assert [several.due_tiers(step, 4) for step in (1, 2)] == [("parity",), ("parity", "peer")]
+    assert len(caplog.records) == 2
+
+
 # ---- falling back
 
 
@@ -383,7 +403,7 @@ def test_restore_of_an_empty_run_is_none_and_of_a_ruined_one_an_error(tmp_path):
     assert manager(tmp_path / "new").restore(lambda snapshot: None) is None
     for step in (1, 2):
         (save(tmp_path, step, small_state()) / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="none of the 2 committed steps") as caught:
+    with pytest.raises(CheckpointError, match="none of the 2 steps that were found") as caught:
         manager(tmp_path).restore(lambda snapshot: None)
     assert "step 2: " in str(caught.value) and "step 1: " in str(caught.value)
 

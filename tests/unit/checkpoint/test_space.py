@@ -6,17 +6,20 @@ import pytest
 import torch
 
 from sirara.checkpoint import space
+from sirara.checkpoint.arena import memory_root
 from sirara.checkpoint.space import (
     Need,
     Room,
     Seats,
     check_before_save,
     check_before_training,
+    memory_folder,
     planned_needs,
     state_bytes,
     used,
 )
 from sirara.comm.stand_in import StandInMail, stand_in_axes
+from sirara.config.schema import TierConfig
 from sirara.errors import PlanError, StorageError
 from sirara.train.assemble import assemble, specs_of
 from sirara.train.trace import mesh_of
@@ -85,6 +88,20 @@ def test_every_tier_is_counted_where_it_lies(tmp_path):
     assert (found["peer"].times, found["peer"].each) == (6, share)
     assert (found["parity"].times, found["parity"].each) == (3, -(-share // 2))
     assert {found[t].folder for t in ("memory", "peer", "parity")} == {tmp_path / "shm-3/run-1"}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "wanted"),
+    [
+        ([{"tier": "parity", "path": "/shm/{node}"}], "/shm/3"),
+        ([{"tier": "parity"}, {"tier": "peer", "path": "/shm/{node}"}], "/shm/3"),
+        ([{"tier": "peer", "path": "/peer"}, {"tier": "memory", "path": "/own/{node}"}], "/own/3"),
+        ([{"tier": "peer", "path": "/peer"}, {"tier": "memory"}], memory_root(None, 3)),
+        ([{"tier": "disk", "path": "/nvme"}], memory_root(None, 3)),
+    ],
+)
+def test_snapshots_lie_with_the_copies_of_the_node_unless_memory_is_named(tiers, wanted):
+    assert memory_folder([TierConfig(**tier) for tier in tiers], node=3) == Path(wanted)
 
 
 def test_a_disk_of_the_node_and_the_snapshots_are_counted_beside_the_shared_steps(tmp_path):
@@ -191,6 +208,16 @@ def test_a_save_that_cannot_fit_is_refused_as_a_failed_save(rooms):
     with pytest.raises(StorageError, match="no space left for checkpoints") as caught:
         check_before_save([disk(times=1)])
     assert caught.value.code == "SR601" and "1000 bytes asked, 999 bytes free, 1 missing" in caught.value.why
+
+
+def test_what_is_missing_is_never_said_to_be_nothing(rooms):
+    rooms["/d"] = (999_000, 10)
+    with pytest.raises(StorageError) as caught:
+        check_before_save([disk(times=1, each=1_000_000)])
+    assert "free 0.1 MiB there" in caught.value.try_
+    with pytest.raises(StorageError) as caught:
+        check_before_save([disk(times=1, each=3 << 30)])
+    assert "free 3.0 GiB there" in caught.value.try_
 
 
 def test_a_file_system_that_says_nothing_is_not_an_obstacle(rooms):
