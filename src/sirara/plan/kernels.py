@@ -85,7 +85,7 @@ def rates(p: Points, hw: Table, k: Constants) -> Rates:
     )
 
 
-def _matmul(
+def matmul(
     r: Rates, k: Constants, m: Floats, n: Floats, depth: Floats, *, batch: Floats | float = 1.0,
     rate: Floats | None = None, element: Floats | float = 2.0, out: float = 2.0,
 ) -> Floats:  # fmt: skip
@@ -113,10 +113,10 @@ def _linear(
     """(forward, gradient of the input, gradient of the weight) of a linear layer; `scale`: share of the rate."""
     rate = r.matmul * scale
     wide = np.where(p.dtype >= DTYPES.index("fp8"), 1.0, 2.0)
-    forward = _matmul(r, k, tokens, columns, depth, batch=batch, rate=rate, element=wide)
-    back = _matmul(r, k, tokens, depth, columns, batch=batch, rate=rate, element=wide)
+    forward = matmul(r, k, tokens, columns, depth, batch=batch, rate=rate, element=wide)
+    back = matmul(r, k, tokens, depth, columns, batch=batch, rate=rate, element=wide)
     # Weight gradients are added to fp32 sums, which are read and written.
-    weight = _matmul(r, k, depth, columns, tokens, batch=batch, rate=rate, element=wide, out=8.0)
+    weight = matmul(r, k, depth, columns, tokens, batch=batch, rate=rate, element=wide, out=8.0)
     return forward, back, np.where(p.lora > 0, 0.0, weight)
 
 
@@ -157,8 +157,8 @@ def _scores(p: Points, r: Rates, k: Constants) -> tuple[Floats, Floats]:
     narrow = 1.25 * value / (value + 32)
     flash = flops / (r.flash * np.minimum(1.15, narrow))
     aligned = np.where(p.head_dim % 8 == 0, r.plain, r.scalar)
-    one = _matmul(r, k, rows, p.seq, p.head_dim, batch=here, rate=aligned)
-    two = _matmul(r, k, rows, p.head_dim, p.seq, batch=here, rate=aligned)
+    one = matmul(r, k, rows, p.seq, p.head_dim, batch=here, rate=aligned)
+    two = matmul(r, k, rows, p.head_dim, p.seq, batch=here, rate=aligned)
     elements = here * rows * p.seq
     moved = elements / r.hbm
     plain_f = one + two + (4 + 5 * p.dropout) * moved

@@ -134,10 +134,10 @@ def _static(p: Points, dense: Floats, expert: Floats) -> dict[str, Floats]:
     optimizer = _optimizer_bytes(p, dense, expert)
     # Where the optimizer is on the host, gradients go there as they are made.
     gradients = cut(2) * (p.grad_bytes * trained * (p.offload_optimizer == 0))[:, None]
-    # Block k of the tree: max(1, k) whole fp32 buffers instead of one, and a binary counter of shards.
+    # Blocks of 2^k leaves: max(1, k) whole fp32 buffers instead of one, and a binary counter of shards over all blocks.
     k = np.maximum(1.0, p.block)
-    rounds = np.maximum(1.0, p.microbatches / 2**p.block)
-    counter = np.ceil(np.log2(rounds)) + 1
+    blocks = np.maximum(1.0, p.global_batch / p.micro_batch / 2**p.block)
+    counter = np.ceil(np.log2(blocks)) + 1
     shard = dense / p.shards[:, None] + expert / p.expert_shards[:, None]
     whole = np.where(p.zero >= 2, 0.0, (k - 1) * 4)[:, None] * (dense + expert)
     tree = (p.exact > 0)[:, None] * (whole + (counter * 4)[:, None] * shard)
