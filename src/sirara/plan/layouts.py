@@ -24,6 +24,8 @@ from sirara.pure.schedule import SPLIT_BACKWARD, chunks_of
 from sirara.pure.shape import ModelShape
 
 Bools = NDArray[np.bool_]
+SHARES = 8
+"""Of a stage's blocks that are computed again: this many steps."""
 
 
 class Reason(IntEnum):
@@ -140,10 +142,7 @@ def whole_space(config: RunConfig, shape: ModelShape, accelerator: Accelerator, 
             (0, 1.0),
             (SELECTIVE, 1.0),
             (int(Recompute.MLP), 1.0),
-            (full, 0.25),
-            (full, 0.5),
-            (full, 0.75),
-            (full, 1.0),
+            *((full, n / SHARES) for n in range(1, SHARES + 1)),
         ),
         offload=(("none", "none"), ("host", "none"), ("none", "host")),
         precision=tuple(precisions),
@@ -243,7 +242,7 @@ def legal(c: Columns, model: Columns, *, domain: int, compiled: bool = False) ->
         (Reason.SCHEDULE_ALONE, (pp == 1) & (schedule != int(SCHEDULE_CODES["1f1b"]))),
         (Reason.COMPILE_SPLIT, split & compiled),
         (Reason.COMPILE_SELECTIVE, (recompute == SELECTIVE) & compiled),
-        (Reason.SHARE, (share < 1) & (share * (layers // pp) < 1)),
+        (Reason.SHARE, (share < 1) & (share * (layers // (pp * vpp)) < 1)),
     ]
     n = np.broadcast(tp, pp, vpp, cp, ep, micro, dp, zero, sp, schedule, recompute, share).shape
     found = np.zeros(n, dtype=np.int8)
@@ -277,14 +276,14 @@ def overrides_of(
     return [
         f"mesh={{{', '.join(words)}}}",
         f"train.micro_batch={space.micro_batch[at['micro_batch']]}",
-        f"train.recompute={_recompute(code, share, layers / outer.pp)}",
+        f"train.recompute={_recompute(code, share, layers // (outer.pp * chunks))}",
         f"train.precision={space.precision[at['precision']]}",
         f"offload.optimizer={optimizer}",
         f"offload.activations={activations}",
     ]
 
 
-def _recompute(code: int, share: float, blocks: float) -> str | int:
+def _recompute(code: int, share: float, blocks: int) -> str | int:
     if code & int(Recompute.FULL):
         return "full" if share == 1 else max(1, int(share * blocks))
     # What has no key of its own is shown as the nearest that has one.
@@ -316,7 +315,7 @@ def words_of(space: Space, outer: Outer, inside: Inner, i: int) -> dict[str, str
 def recompute_word(code: int, share: float) -> str:
     """A recompute setting in words."""
     if code & int(Recompute.FULL):
-        return "full" if share == 1 else f"full {share:.0%}"
+        return "full" if share == 1 else f"full, {share:.1%} of blocks"
     return {0: "none", SELECTIVE: "selective", int(Recompute.MLP): "mlp"}.get(code, str(code))
 
 

@@ -199,6 +199,10 @@ def _evaluate(
     capacity = setting.capacity_bytes
     layers, pp = columns["layers"], columns["pp"]
     columns["split_counts_ends"] = (pp > 2) & (layers % (pp * columns["vpp"]) != 0)
+    # A whole number of blocks of each stage is computed again.
+    blocks = np.maximum(1, layers // (pp * columns["vpp"]))
+    share = columns["recompute_share"]
+    columns["recompute_share"] = np.where(share < 1, np.floor(share * blocks) / blocks, share)
     points = as_points(columns, setting.cluster)
     used = memory(points, setting.table, setting.constants)
     device = used.device

@@ -100,3 +100,17 @@ def test_what_a_run_may_choose_leaves_alone_what_its_numbers_hang_on():
 def test_eight_bit_products_are_tried_only_where_the_device_has_them():
     assert whole_space(config(), SHAPE, find("h100-sxm"), 8).precision == ("bf16", "fp8")
     assert whole_space(config(), SHAPE, find("a100-80gb"), 8).precision == ("bf16",)
+
+
+def test_a_share_of_the_blocks_is_a_whole_number_of_each_virtual_stage():
+    base = config()
+    space = Space(
+        gpus=1, pp=(1,), tp=(1,), zero=(0,), schedules=(("1f1b", 1),), sequence_parallel=(0,),
+        recompute=((FULL, 0.25), (FULL, 0.5), (FULL, 1.0)),
+    )  # fmt: skip
+    inside, outer = inner(space), outers(space)[0]
+    words = [overrides_of(space, outer, inside, i, layers=SHAPE.layers, block=None)[2] for i in range(3)]
+    assert words == ["train.recompute=1", "train.recompute=2", "train.recompute=full"]
+    halved = {**inside.columns, "pp": 2, "tp": 1, "cp": 1, "ep": 1, "dp": 1}
+    found = legal(halved, model_columns(base, SHAPE), domain=8)
+    assert [Reason(int(r)) for r in found] == [Reason.SHARE, Reason.LEGAL, Reason.LEGAL]
