@@ -94,7 +94,9 @@ def test_zero_bubble_schedules_are_faster_in_the_order_of_their_paper():
 
 
 def test_bubble_of_1f1b_is_the_other_stages_once_and_interleaving_divides_it():
-    t = times(**{**GPT_175B, "layers": 96, "vocab": 1, "vpp": [1, 2, 4], "schedule": int(Schedule.INTERLEAVED)})
+    t = times(
+        **{**GPT_175B, "layers": 96, "vocab": 1, "vpp": [1, 2, 4], "schedule": int(Schedule.INTERLEAVED)}
+    )
     np.testing.assert_allclose(t.bubble[0] / t.bubble, [1, 2, 4], rtol=1e-9)
     stage = (t.forward_s + t.backward_s + (t.tp + t.recompute * 0) / 192)[0]
     assert t.bubble[0] == pytest.approx(7 * stage, rel=0.02)
@@ -119,7 +121,9 @@ def test_experts_over_more_nodes_send_more_and_dedup_sends_less():
 
 
 def test_overlap_moves_traffic_from_exposed_to_hidden():
-    t = times(**{**GPT_175B, "recompute": 0, "tp_overlap": [0, 1], "dp_overlap": [0, 1], "pp_overlap": [0, 1]})
+    t = times(
+        **{**GPT_175B, "recompute": 0, "tp_overlap": [0, 1], "dp_overlap": [0, 1], "pp_overlap": [0, 1]}
+    )
     assert t.tp[1] < t.tp[0] and t.dp[1] < t.dp[0] and t.pp[1] < t.pp[0]
     np.testing.assert_allclose(t.tp[1] + t.hidden_tp[1], t.tp[0], rtol=1e-9)
     assert t.step_s[1] < t.step_s[0]

@@ -90,7 +90,16 @@ def test_terms_add_up_and_device_exceeds_reserved_exceeds_allocated():
         dp=rng.choice([1, 4, 16], n), global_batch=256, gated=rng.integers(0, 2, n),
         recompute=rng.choice([0, 1, 8, 64], n), accelerator=index_of("h100-sxm"),
     )  # fmt: skip
-    parts = m.weights + m.gradients + m.optimizer + m.tree + m.gathered + m.stand_ins + m.activations + m.transient
+    parts = (
+        m.weights
+        + m.gradients
+        + m.optimizer
+        + m.tree
+        + m.gathered
+        + m.stand_ins
+        + m.activations
+        + m.transient
+    )
     np.testing.assert_allclose(parts, m.allocated, rtol=1e-12)
     assert (m.reserved >= m.allocated).all() and (m.device > m.reserved).all()
     np.testing.assert_array_equal(m.allocated, m.by_stage.max(axis=1))
