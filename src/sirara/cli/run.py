@@ -164,7 +164,7 @@ def _go(job: _Job, *, dry_run: bool) -> None:
     except Exception as error:
         _say_failure(run, error, job.as_json)
         raise
-    _say_result(result, job.as_json)
+    _say_result(run, result, job.as_json)
     sys.exit(_exit_code(result))
 
 
@@ -210,7 +210,7 @@ def _with_agent(job: _Job, run: RunFolder, workers: Workers) -> Result:
         max_restarts=launch.max_restarts,
         stop_grace_s=launch.stop_grace,
     )
-    advice = [f"sirara resume {run.id}"]
+    advice = [f"sirara resume {run.name_to_type}"]
     return supervise(run, crew, begin=lambda: job.begin(run, workers.threads), advice=advice)
 
 
@@ -261,7 +261,7 @@ def _work_for(launcher: Launcher, job: _Job) -> None:
         click.echo(whole.splitlines()[0] if isinstance(error, CommError) else whole, err=True)
         leave(exit_code_of(error))
     if launcher.rank == 0:
-        _say_result(result, job.as_json)
+        _say_result(seat.run, result, job.as_json)
     # torchrun restarts every worker that does not end with 0.
     sys.exit(Exit.DONE if launcher.kind == "torchrun" else _exit_code(result))
 
@@ -311,7 +311,7 @@ def _say_plan(job: _Job, launcher: Launcher | None) -> None:
             click.echo(f"{name:<12} {value}")
 
 
-def _say_result(result: Result, as_json: bool) -> None:
+def _say_result(run: RunFolder, result: Result, as_json: bool) -> None:
     if as_json:
         say_json({**result.as_record(), "exit_code": int(_exit_code(result))})
         return
@@ -321,7 +321,7 @@ def _say_result(result: Result, as_json: bool) -> None:
     )
     click.echo(f"digest {result.digest}, grade {result.grade}, checkpoint {result.checkpoint or 'none'}")
     if result.reason == "stopped":
-        click.echo(f"continue with: sirara resume {result.run}")
+        click.echo(f"continue with: sirara resume {run.name_to_type}")
 
 
 def _exit_code(result: Result) -> Exit:

@@ -183,6 +183,12 @@ class RunFolder:
         """Folder of the crash reports and stacks of one attempt."""
         return self.path / "crash" / f"attempt-{attempt:04d}"
 
+    @property
+    def name_to_type(self) -> str:
+        """What a command finds this run by, from this folder: its id, or its path where no id is looked for."""
+        home = Path(os.environ.get("SIRARA_RUN_DIR") or "runs")
+        return self.id if self.path.parent.resolve() == home.resolve() else str(self.path)
+
     def record(self) -> dict[str, Any]:
         """run.json: identity, and what later attempts keep."""
         try:

@@ -460,7 +460,10 @@ class Trainer:
             f"{count or 'too many'} saves in a row have failed",
             code="SR606",
             why=f"step {self.step} is kept in memory" if kept else "nothing of the last steps is kept",
-            try_=["free some space, then: sirara resume " + self.run.id, "checkpoint.max_failures=20"],
+            try_=[
+                f"free some space, then: sirara resume {self.run.name_to_type}",
+                "checkpoint.max_failures=20",
+            ],
         )
 
     def _saved_state(self) -> State:

@@ -291,6 +291,15 @@ def test_a_link_to_a_disk_that_is_not_mounted_is_not_an_empty_folder(run):
         run.committed_steps()
 
 
+def test_a_run_is_named_so_that_the_next_command_finds_it(run, monkeypatch):
+    monkeypatch.chdir(run.path.parent.parent)
+    monkeypatch.setenv("SIRARA_RUN_DIR", str(run.path.parent))
+    assert run.name_to_type == run.id
+    monkeypatch.setenv("SIRARA_RUN_DIR", "elsewhere")
+    assert run.name_to_type == str(run.path)
+    assert RunFolder.find(run.name_to_type).path == run.path
+
+
 def test_keep_adds_to_the_record_and_leaves_the_rest(run):
     run.keep(threads=2)
     assert run.record()["threads"] == 2 and run.record()["run"] == run.id
