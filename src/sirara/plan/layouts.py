@@ -141,7 +141,6 @@ def whole_space(config: RunConfig, shape: ModelShape, accelerator: Accelerator, 
         recompute=(
             (0, 1.0),
             (SELECTIVE, 1.0),
-            (int(Recompute.MLP), 1.0),
             *((full, n / SHARES) for n in range(1, SHARES + 1)),
         ),
         offload=(("none", "none"), ("host", "none"), ("none", "host")),
@@ -286,7 +285,6 @@ def overrides_of(
 def _recompute(code: int, share: float, blocks: int) -> str | int:
     if code & int(Recompute.FULL):
         return "full" if share == 1 else max(1, int(share * blocks))
-    # What has no key of its own is shown as the nearest that has one.
     return "none" if not code else "selective"
 
 
@@ -316,7 +314,7 @@ def recompute_word(code: int, share: float) -> str:
     """A recompute setting in words."""
     if code & int(Recompute.FULL):
         return "full" if share == 1 else f"full, {share:.1%} of blocks"
-    return {0: "none", SELECTIVE: "selective", int(Recompute.MLP): "mlp"}.get(code, str(code))
+    return {0: "none", SELECTIVE: "selective"}.get(code, str(code))
 
 
 def knob_values(space: Space) -> Iterator[tuple[str, int, str]]:

@@ -133,6 +133,11 @@ def search(
     best, at = _first(config, shape, setting, table, order, now=False)
     if best is None:
         raise _nothing(table, setting)
+    # What comes before it in the ranking was counted, or is as near to the limit as what was, and does not fit.
+    before = order[: int(np.flatnonzero(order == at)[0])]
+    table.step.flat[before] = np.nan
+    table.reason.flat[before] = Reason.MEMORY
+    order = order[len(before) :]
     now, now_at = _first(config, shape, setting, table, order, now=True)
     return Found(
         best=best,
@@ -305,7 +310,7 @@ def _runs(table: _Table, at: int) -> bool:
     o, i = divmod(at, len(table.inside))
     outer, words = table.outers[o], words_of(table.space, table.outers[o], table.inside, i)
     runs = outer.cp == 1 and outer.ep == 1 and words["offload"] == "none"
-    return runs and words["precision"] in ("bf16", "fp32", "fp64") and words["recompute"] != "mlp"
+    return runs and words["precision"] in ("bf16", "fp32", "fp64")
 
 
 def _words(table: _Table, at: int) -> dict[str, str]:

@@ -144,3 +144,13 @@ def test_the_slowest_of_unlike_nodes_sets_the_pace_and_the_smallest_the_memory()
     assert both.mfu < slow.mfu
     found = search(config(), SHAPE, mixed, whole_space(config(), SHAPE, a, 16))
     assert found.best.device_bytes <= a.hbm_bytes
+
+
+def test_nothing_that_is_shown_beside_the_best_is_better():
+    for gpu, gpus in (("a100-40gb", 8), ("h100-sxm", 16)):
+        space = whole_space(config(), SHAPE, find(gpu), gpus)
+        found = search(config(), SHAPE, setting(gpus, gpu), space)
+        least = min(
+            [a.step_s for a in found.alternatives] + [s.step_s for s in found.sensitivity if not s.reason]
+        )
+        assert found.best.step_s <= least * 1.005
