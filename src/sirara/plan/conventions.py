@@ -201,6 +201,8 @@ def _conventions(row: Mapping[str, str], c: Columns, framework: str, assumed: li
         low = "fp16"
     c["dtype"] = DTYPES.index(low)
     c["recompute"], c["recompute_share"] = _recompute(row, framework), 1.0
+    if not row.get("recompute") and framework in ("old", "offload"):
+        assumed.append("recompute: full, as its program was used")
     if not row.get("recompute") and framework in ("bridge", "nemo", "automodel", "megatron", "nanotron"):
         assumed.append("recompute: none, or what makes it fit")
     c["schedule"] = _schedule(row, c)
@@ -228,7 +230,9 @@ def _conventions(row: Mapping[str, str], c: Columns, framework: str, assumed: li
         # With a fixed capacity the host need not learn how many tokens each expert gets before it launches.
         c["launch"] = int(Launch.GRAPHS)
     modern = framework in ("te-plain", "megatron", "nemo", "bridge", "nanotron")
-    c["sequence_parallel"] = float(modern and c["tp"] > 1)
+    # Selective recompute came to Megatron with sequence parallelism, in one paper (arXiv:2205.05198).
+    with_it = framework == "old" and c["recompute"] == Recompute.CORE
+    c["sequence_parallel"] = float((modern or with_it) and c["tp"] > 1)
     overlap = framework in ("megatron", "nemo", "bridge")
     c["tp_overlap"] = c["dp_overlap"] = c["pp_overlap"] = float(overlap)
     across = c["experts"] > 0 and c["ep"] > max(find(row["gpu_type"]).domain, c["per_node"])

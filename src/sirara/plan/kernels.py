@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from sirara.plan import constants as c
 from sirara.plan.constants import Constants
 from sirara.plan.hardware import DTYPES, Table
-from sirara.plan.points import Attention, Launch, Loss, Points
+from sirara.plan.points import Attention, Kind, Launch, Loss, Points
 
 Floats = NDArray[np.float64]
 
@@ -186,7 +186,10 @@ def _moved(p: Points, r: Rates, k: Constants, ffn: Floats, *, tokens: Floats) ->
         * (p.launch != Launch.GRAPHS)
         * (serial * 8 * h + p.tokens / p.tp * (10 * ag + 12 * kg + (10 + 6 * p.gated) * ffn))
     )
-    forward = (around + heads + active + cast + adapters) * k.traffic / r.hbm
+    # Hand-fused kernels move what they must and some more; one operation after the other, twice that excess.
+    by_hand = (p.kind == Kind.MEGATRON) | (p.kind == Kind.MEGATRON_2021) | (p.kind == Kind.DEEPSPEED)
+    excess = np.where(by_hand, k.traffic**0.5, k.traffic)
+    forward = (around + heads + active + cast + adapters) * excess / r.hbm
     return forward, 1.5 * forward
 
 

@@ -1,4 +1,4 @@
-"""Step times: terms that add up, limits that physics sets, schedules in their known order, and 50,000 points a second."""
+"""Step times: terms that add up, limits of physics, schedules in their known order, 50,000 points a second."""
 
 import time
 

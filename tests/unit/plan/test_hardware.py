@@ -6,10 +6,10 @@ import pytest
 from sirara.errors import ConfigError
 from sirara.plan.hardware import DTYPES, Cluster, find, load, shipped, shipped_table
 
-NEEDED = (
-    "v100-32gb a100-40gb a100-80gb h100-sxm h100-pcie h200 b200 gb200 b300 mi250x mi300x mi355x tpu-v5p trainium2 "
-    "gaudi3 cpu"
-).split()
+NEEDED = [
+    "v100-32gb", "a100-40gb", "a100-80gb", "h100-sxm", "h100-pcie", "h200", "b200", "gb200", "b300", "mi250x", "mi300x",
+    "mi355x", "tpu-v5p", "trainium2", "gaudi3", "cpu",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NEEDED)

@@ -1,7 +1,6 @@
 """Closed forms of memory: the figures of the papers they come from, and what must hold for all configurations."""
 
 import numpy as np
-import pytest
 
 from sirara.plan.constants import Constants
 from sirara.plan.hardware import index_of, shipped_table
