@@ -43,7 +43,9 @@ VERBS: dict[str, dict[str, Verb]] = {
         ),
     },
     "Plan": {
-        "plan": Verb("plan", "plan", "memory, time, money and goodput of a layout, before there are machines for it"),
+        "plan": Verb(
+            "plan", "plan", "memory, time, money and goodput of a layout, before there are machines for it"
+        ),
     },
     "Train": {
         "run": Verb("run", "run", "start a run"),
