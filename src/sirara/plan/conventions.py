@@ -202,7 +202,7 @@ def _conventions(row: Mapping[str, str], c: Columns, framework: str, assumed: li
     c["dtype"] = DTYPES.index(low)
     c["recompute"], c["recompute_share"] = _recompute(row, framework), 1.0
     if not row.get("recompute") and framework in ("old", "offload"):
-        assumed.append("recompute: full, as its program was used")
+        assumed.append("full recompute, as its program was used")
     if not row.get("recompute") and framework in ("bridge", "nemo", "automodel", "megatron", "nanotron"):
         assumed.append("recompute: none, or what makes it fit")
     c["schedule"] = _schedule(row, c)

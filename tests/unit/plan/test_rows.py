@@ -119,3 +119,9 @@ def test_file_that_has_other_columns_or_is_none_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="gpu_type") as error:
         read(file)
     assert error.value.code == "SR213"
+
+
+def test_row_of_an_old_program_that_does_not_state_recompute_is_taken_as_full_and_stays_so():
+    rows = one(BLOOM, recompute="")
+    assert rows.points.recompute[0] == Recompute.FULL and not rows.open_recompute[0]
+    assert rows.assumed[0] == ("full recompute, as its program was used",)
