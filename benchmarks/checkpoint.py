@@ -31,6 +31,7 @@ from benchmarks.sides import launch
 ROWS, COLUMNS = 1024, 3200
 KINDS = ("", "/exp_avg", "/exp_avg_sq")
 STEPS = 10
+REST_S = 0.5  # between two sides
 RUN = "bench"
 
 
@@ -165,9 +166,17 @@ class Bench:
         self.times = {}
         self.barrier = dist.barrier
 
+    def rest(self):
+        """No side pays for the one before: what it deleted is committed, and discarded by the disk, when this ends."""
+        self.barrier()
+        if self.rank == 0:
+            os.sync()
+            time.sleep(REST_S)
+        self.barrier()
+
     def time(self, name, fn):
         """Seconds until the last rank is done."""
-        self.barrier()
+        self.rest()
         began = time.perf_counter()
         fn()
         self.barrier()
@@ -214,6 +223,7 @@ class Bench:
         for n in range(self.rounds + 1):
             self.time("ours", ours.save)
             noted = {"ours": ours.settle().seconds}
+            self.rest()
             line.begin()
             noted["ours in line"] = seconds = line.settle().seconds
             # It returns when all is read back as well, which the others do not do; known on rank 0 alone.

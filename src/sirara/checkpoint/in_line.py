@@ -1,6 +1,6 @@
 """A save in line: this rank's ranges go straight to the files of the step folder while the training waits.
 
-files ─ fsync ─ report-<rank>.json      rank 0: small files first; wait for all reports ─ commit ─ verify ─ retention
+files ─ fsync ─ report-<rank>.json      rank 0: wait for all reports ─ small files ─ commit ─ verify ─ retention
 """
 
 import time
@@ -16,7 +16,7 @@ from sirara.checkpoint.steps import step_name, temp_name
 from sirara.checkpoint.storage import Disk
 from sirara.checkpoint.writer import write_part
 from sirara.errors import SiraraError
-from sirara.pure.manifest import FileEntry, Manifest
+from sirara.pure.manifest import Manifest
 from sirara.pure.saveplan import PlannedTensor, SavePlan
 
 
@@ -69,11 +69,11 @@ class InLine:
         committer, total = self.committer, self.plan.total_bytes
         final, temp = committer.folder / step_name(step), committer.folder / temp_name(step, uuid)
         try:
-            extras = self._write(temp, state, uuid, step)
+            self._write(temp, state.ranges, uuid, step)
             written = time.perf_counter()
             if self.rank != 0:
                 return None, SaveTimes(total_bytes=total, write_s=written - began)
-            committer.commit(temp, final, self._manifest(temp, uuid, step, state, extras))
+            committer.commit(temp, final, self._manifest(temp, uuid, step, state))
         except (SiraraError, OSError):
             if self.rank == 0:
                 committer.abandon(temp)
@@ -89,10 +89,8 @@ class InLine:
         )
         return final, times
 
-    def _write(self, temp: Path, state: State, uuid: str, step: int) -> list[FileEntry]:
-        """This rank's part; on rank 0 the entries of the small files."""
+    def _write(self, temp: Path, ranges: Sequence[NamedRange], uuid: str, step: int) -> None:
         disk, plan, committer = self.disk, self.plan, self.committer
-        extras: list[FileEntry] = []
         try:
             own = plan.bytes_of(self.rank)
             disk.require(committer.folder, own)
@@ -101,16 +99,13 @@ class InLine:
                 disk.remove_tree(temp)
             disk.make_folder(temp)
             disk.remove(temp / report_name(self.rank))
-            if self.rank == 0:
-                # While the others use the disk: afterwards all would wait for it.
-                extras = committer.write_extras(plan, temp, state.hf_files)
             if self.rank in plan.writers:
                 write_part(
                     disk,
                     temp,
                     plan=plan,
                     rank=self.rank,
-                    sources=Sources(state.ranges),
+                    sources=Sources(ranges),
                     uuid=uuid,
                     attempt=committer.attempt,
                     step=step,
@@ -119,12 +114,11 @@ class InLine:
             if self.rank != 0:
                 tell_committer(disk, temp, self.rank, fault)
             raise
-        return extras
 
-    def _manifest(
-        self, temp: Path, uuid: str, step: int, state: State, extras: Sequence[FileEntry]
-    ) -> Manifest:
+    def _manifest(self, temp: Path, uuid: str, step: int, state: State) -> Manifest:
         reports = wait_for_reports(self.plan, temp, uuid=uuid, step=step, deadline_s=self.deadline_s)
+        # Only now: while others write, every fsync waits for what the device has taken in from them.
+        extras = self.committer.write_extras(self.plan, temp, state.hf_files)
         return assemble(
             self.plan,
             reports,

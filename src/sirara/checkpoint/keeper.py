@@ -1,7 +1,7 @@
 """The keeper: the writer process of one rank, `python -m sirara.checkpoint.keeper FD`. It imports no torch.
 
-It lives in a session of its own and ignores SIGINT and SIGTERM while a job runs. When the trainer is gone it ends
-the job in hand, without waiting long for ranks whose trainers may be gone as well, and leaves.
+It lives in a process group of its own and ignores SIGINT, SIGTERM and SIGHUP while a job runs. When the trainer is gone
+it ends the job in hand, without waiting long for ranks whose trainers may be gone as well, and leaves.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from sirara.checkpoint.phases import Keeper
 
 _log = logging.getLogger("sirara")
 
-_IDLE_CLASS, _CLASS_SHIFT, _WHO_PROCESS = 3, 13, 1
+_BEST_EFFORT, _LOWEST, _CLASS_SHIFT, _WHO_PROCESS = 2, 7, 13, 1
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 
 
 class _Signals:
-    """SIGINT and SIGTERM wait for the end of a job."""
+    """Signals that ask to leave wait for the end of a job."""
 
     def __init__(self) -> None:
         self.working = False
         self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -49,11 +49,14 @@ class _Signals:
 
 
 def be_modest(nice: int) -> None:
-    """Training comes first: lowest CPU priority, and the disk when nobody else wants it."""
+    """Training comes first: lowest CPU priority, and the last place among those who use the disk.
+
+    Not the idle class: one slow request of anybody, a discard for one, would then hold up all writes.
+    """
     os.nice(nice)
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
-        ctypes.CDLL(None).syscall(number, _WHO_PROCESS, 0, _IDLE_CLASS << _CLASS_SHIFT)
+        ctypes.CDLL(None).syscall(number, _WHO_PROCESS, 0, _BEST_EFFORT << _CLASS_SHIFT | _LOWEST)
 
 
 def serve(connection: socket.socket) -> None:

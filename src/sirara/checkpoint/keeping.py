@@ -163,8 +163,9 @@ class KeeperProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log or subprocess.DEVNULL,
-                # A session of its own: the signals of a terminal and the end of the trainer pass it by.
-                start_new_session=True,
+                # A group of its own: the signals of a terminal and the end of the trainer's group pass it by. Not a
+                # session: where the kernel shares the cores out by session (autogroup), niceness counts within one.
+                process_group=0,
             )
         except OSError as fault:
             raise StorageError(f"the writer cannot be started: {fault}") from fault

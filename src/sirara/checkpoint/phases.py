@@ -232,7 +232,7 @@ class Keeper:
 
     def _keep_on_disk(self, job: SaveJob, data: memoryview, taken: _Taken, clock: "Clock") -> JobEnd:
         temp, final = self._folder / temp_name(job.step, job.uuid), self._folder / step_name(job.step)
-        extras = self._write(job, temp, data, taken)
+        self._write(job, temp, data, taken)
         clock.lap("write")
         if self._settings.rank != 0:
             return JobEnd(step=job.step, uuid=job.uuid)
@@ -248,6 +248,8 @@ class Keeper:
             # The others write about as much as this rank did.
             orphan_s=max(ORPHAN_S, 4 * sum(clock.laps.values())),
         )
+        # Only now: while others write, every fsync waits for what the device has taken in from them.
+        extras = committer.write_extras(self._plan, temp, self._files)
         manifest, digest = self._manifest(job, reports, extras)
         committer.commit(temp, final, manifest)
         clock.lap("commit")
@@ -257,23 +259,19 @@ class Keeper:
         kept = TierResult(ok=True, bytes=self._plan.total_bytes, seconds=sum(clock.laps.values()))
         return JobEnd(step=job.step, uuid=job.uuid, digest=digest, path=str(final), tiers={"disk": kept})
 
-    def _write(self, job: SaveJob, temp: Path, data: memoryview, taken: _Taken) -> list[FileEntry]:
-        """This rank's part of the step folder, and its report; on rank 0 also the small files, whose entries it
-        returns."""
+    def _write(self, job: SaveJob, temp: Path, data: memoryview, taken: _Taken) -> None:
+        """This rank's part of the step folder, and its report."""
         disk, s, plan, image = self._disk, self._settings, self._plan, self._image
         disk.require(self._folder, int(image.length.sum()))
         if s.world == 1:
             disk.remove_tree(temp)
         disk.make_folder(temp)
         disk.remove(temp / report_name(s.rank))
-        # First, while the others use the disk: at the end all would wait for it.
-        extras = self._committer.write_extras(plan, temp, self._files) if s.rank == 0 else []
         if s.rank in plan.writers:
             write_image(
                 disk, temp, plan=plan, rank=s.rank, data=data, image=image, uuid=job.uuid, step=job.step
             )
             disk.write_file(temp / report_name(s.rank), self._report(job, taken).to_bytes(), durable=False)
-        return extras
 
     # ---- node tiers
 

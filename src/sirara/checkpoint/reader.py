@@ -74,7 +74,10 @@ class Snapshot:
 
     Attributes:  notes: what was bad in one copy and taken from another, so far.
                  taken: bytes that were read and good, by the name of the copy.
+                 cores: that nobody else uses while this reads.
     """
+
+    cores: int = 1
 
     def __init__(
         self, path: Path, *, run: str | None = None, step: int | None = None, check_sizes: bool = True
@@ -220,7 +223,7 @@ class Snapshot:
         work = list(self._batches(copy, placed))
         patience = _PATIENCE
         read = partial(self._read_batch, copy, reads)
-        threads = min(_MOST_THREADS, torch.get_num_threads(), len(work))
+        threads = min(_MOST_THREADS, max(torch.get_num_threads(), self.cores), len(work))
         pool = ThreadPoolExecutor(threads) if threads > 1 else None
         try:
             results = pool.map(read, work) if pool else map(read, work)

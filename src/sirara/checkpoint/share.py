@@ -6,6 +6,7 @@
 A rank that cannot read its pieces says so before anything is sent, and all ranks stop there: nobody waits for it.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -58,6 +59,8 @@ def read_together(
     if holes:
         tensor, box, missing = holes[0]
         raise snapshot.holes(snapshot.manifest.tensors[tensor].name, [(box, missing)])
+    # All ranks read at the same time; more of them than cores, or some on other nodes, only make this less.
+    snapshot.cores = len(os.sched_getaffinity(0)) // len(comm.ranks)
     with on_host(ranges) as hosts:
         _Reading(snapshot, shares, _memory(snapshot, ranges, hosts), comm, agree, device).run()
 

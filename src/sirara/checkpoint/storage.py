@@ -47,7 +47,8 @@ class Disk:
         try:
             self.touch("open", path)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            if size is not None:
+            if size is not None and os.fstat(fd).st_size != size:
+                # Even to the same size it would wait for what another rank is writing.
                 os.ftruncate(fd, size)
             return fd
         except OSError as fault:
