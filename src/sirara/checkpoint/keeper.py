@@ -1,6 +1,6 @@
 """The keeper: the writer process of one rank, `python -m sirara.checkpoint.keeper FD`. It imports no torch.
 
-It lives in a process group of its own and ignores SIGINT, SIGTERM and SIGHUP while a job runs. When the trainer is gone
+It lives in a process group of its own and ignores SIGINT and SIGTERM while a job runs, SIGHUP always. When the trainer is gone
 it ends the job in hand, without waiting long for ranks whose trainers may be gone as well, and leaves.
 """
 
@@ -31,8 +31,10 @@ class _Signals:
     def __init__(self) -> None:
         self.working = False
         self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
+        # The kernel sends it to a stopped group whose last parent in the session has died.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.asked = True
