@@ -1,7 +1,7 @@
 """The keeper: the writer process of one rank, `python -m sirara.checkpoint.keeper FD`. It imports no torch.
 
-It lives in a process group of its own and ignores SIGINT and SIGTERM while a job runs, SIGHUP always. When the trainer is
-gone it ends the job in hand, without waiting long for ranks whose trainers may be gone as well, and leaves.
+It lives in a process group of its own and ignores SIGINT and SIGTERM while a job runs, SIGHUP always. When the trainer
+is gone it ends the job in hand, without waiting long for ranks whose trainers may be gone as well, and leaves.
 """
 
 import contextlib
