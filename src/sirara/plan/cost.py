@@ -229,7 +229,7 @@ def _sharded(p: Points, r: Rates, z: Sizes, k: Constants, a: _Paced, e: _Paced) 
     three = p.zero >= 3
     moe = z.moe > 0
     block = (z.attention + z.norms + np.where(moe, z.shared + z.router, z.dense_mlp)) / p.tp
-    # ZeRO-3 of 2021 took the time of its bytes over one port per rank: arXiv:2104.04473, table 2.
+    # An assumption, not a published figure: ZeRO-3 of 2021 drives one port per rank, not all of the node's.
     early = (p.kind == Kind.DEEPSPEED) | (p.kind == Kind.MEGATRON_2021)
     within = np.where(early, 1.0, per_domain(r.domain, p.tp, p.shards))
     gather = gather_s(r, k, block * p.gather_bytes, p.shards, within)
