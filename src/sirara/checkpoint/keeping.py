@@ -179,6 +179,7 @@ class KeeperProcess:
                 raise BrokenPipeError
             self._socket.sendall(line)
         except OSError as fault:
+            self._hear_last()
             end = self._died()
             raise (end.fault or StorageError(f"the writer cannot be told: {fault}")) from fault
 
@@ -226,6 +227,22 @@ class KeeperProcess:
             return None
         self._heard = rest
         return json.loads(line)
+
+    def _hear_last(self) -> None:
+        """What a keeper said before it ended, when it ended while it was being told something."""
+        while self._socket is not None and self._fault is None:
+            fields = self._next_line()
+            if fields is not None:
+                if fields["kind"] == "failed":
+                    self._fault = fault_from(fields["fault"])
+                continue
+            try:
+                said = self._socket.recv(1 << 16)
+            except OSError:
+                return
+            if not said:
+                return
+            self._heard += said
 
     def _died(self) -> JobEnd:
         job, words = self._job, self._death()

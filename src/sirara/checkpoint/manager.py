@@ -313,12 +313,12 @@ class CheckpointManager:
                 scores=dict(self.scores),
             )
 
-        self._running = _Running(step, uuid, tiers)
+        running = self._running = _Running(step, uuid, tiers)
         try:
             line.stage(job, state.ranges)
         except StorageError as error:
             self._end(JobEnd(step=step, uuid=uuid, fault=error), tiers)
-        self._running.stall_s = time.perf_counter() - began
+        running.stall_s = time.perf_counter() - began
         if not self.asynchronous:
             self.wait(alive=alive)
         return True
@@ -504,7 +504,9 @@ class CheckpointManager:
         running, self._running = self._running, None
         if self.rank != 0:
             if end.fault is not None:
-                _log.warning("step %d: %s", end.step, end.fault)
+                if not isinstance(end.fault, SOFT_FAULTS):
+                    raise end.fault
+                _log.warning("step %d: %s; %s", end.step, end.fault.what, end.fault.why)
                 # Nobody else may have said it: a keeper that was killed has not.
                 temp = self.folder / temp_name(end.step, end.uuid)
                 temp.mkdir(parents=True, exist_ok=True)

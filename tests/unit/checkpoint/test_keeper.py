@@ -157,6 +157,14 @@ def test_a_keeper_that_cannot_start_says_why(tmp_path, keeper):
     assert str(tmp_path / "writer.log") in caught.value.where
 
 
+def test_a_keeper_that_left_before_it_is_given_a_job_has_said_why(tmp_path, keeper, plan):
+    keeper._plan = lambda: b"no plan at all, only some bytes"
+    keeper.start()
+    assert wait_for_processes([ProcessId.of(keeper.pid)], wait_s=20) == []
+    with pytest.raises(InvariantError, match="a save plan did not arrive as it was sent"):
+        end_of(keeper, job(image(tmp_path, plan)))
+
+
 def test_a_keeper_goes_with_its_trainer_and_leaves_no_arena(tmp_path, keeper, plan):
     keeper.start()
     keeper.hello()

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sirara.checkpoint.in_line import State
 from sirara.checkpoint.manager import CheckpointManager
 from sirara.checkpoint.steps import committed_steps, incomplete_steps, save_uuid, step_name
 from sirara.config.schema import TierConfig
@@ -424,3 +425,30 @@ def test_a_manager_says_how_long_its_save_took_and_how_much_it_wrote(tmp_path):
     assert m.times.write_s > 0 and m.times.verify_s > 0
     assert json.loads((path / "verified.json").read_text())["uuid"] == m.open(5).manifest.uuid
     assert isinstance(m, CheckpointManager)
+
+
+def test_a_snapshot_that_cannot_be_taken_is_a_failed_save_and_no_more(tmp_path):
+    state = small_state()
+    boxes = even(state, 1)
+    m = manager(tmp_path / "checkpoints", asynchronous=True, memory=tmp_path / "shm")
+    given = State(
+        plan=plan_of(state, boxes),
+        ranges=ranges_of(state, boxes, 0),
+        record={"step": 1, "tokens": 1},
+        hf_files={},
+        aliases={},
+    )
+    m.prepare(given.plan)
+    stage = m._background.stage
+
+    def full(*args):
+        raise StorageError("no room for the snapshot", code="SR601")
+
+    m._background.stage = full
+    m.start(1, given, tiers=("disk",))
+    (outcome,) = m.poll()
+    assert (outcome.kind, outcome.in_a_row) == ("failed", 1) and "no room" in str(outcome.fault)
+    m._background.stage = stage
+    m.start(2, given, tiers=("disk",), patient=True)
+    assert m.wait().fault is None and m.newest() == [2]
+    m.close(clean=True)
