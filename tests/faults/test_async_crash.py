@@ -192,7 +192,8 @@ def test_a_kill_of_keeper_trainer_or_both_at_any_effect_of_a_save(root, case, vi
     if victim == "trainer":
         assert seeds == {2}  # keepers end what they have begun
     else:
-        assert seeds == {1, 2}
+        # The last effect of a rank that does not commit is its report: without it there is no step 2.
+        assert seeds == ({1, 2} if rank == 0 else {1})
 
 
 def check_what_is_left(training: Training, after, victim: str, again: int | None, *, on: bool) -> int:
@@ -263,7 +264,8 @@ def test_a_kill_at_effects_of_a_save_into_memory_and_disk(root, case, rank):
         steps.append(step)
         assert found.skipped == ()
         assert any(row.tier == "memory" and "taken from" in row.what for row in found.table), found.table
-    assert set(steps) == {1, 2}
+    # Beside the committer a rank reports last of all, unless it is the one that removes what is old.
+    assert set(steps) == {1, 2} or (rank == 1 and set(steps) == {1})
 
 
 @pytest.mark.parametrize("victim", ["keeper", "both"])
