@@ -13,8 +13,9 @@ from pathlib import Path
 import xxhash
 
 from sirara.checkpoint.pins import pinned
-from sirara.checkpoint.readback import committed_manifest, faulty_pieces
+from sirara.checkpoint.readback import faulty_pieces
 from sirara.checkpoint.retention import VERIFIED, delete_step, is_verified, mark_verified
+from sirara.checkpoint.step_folder import committed_manifest
 from sirara.checkpoint.steps import clear_leftovers, committed_steps, step_name
 from sirara.checkpoint.storage import Disk, names_in, read_file
 from sirara.errors import InvariantError, StorageError

@@ -5,7 +5,6 @@
 A copy only moves bytes: which bytes are right, the manifest's hashes say, whatever the copy.  No torch here.
 """
 
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from sirara.checkpoint.image import Image
+from sirara.checkpoint.step_folder import file_owner
 from sirara.checkpoint.storage import read_at, storage_error
 from sirara.errors import CheckpointError
 from sirara.pure.manifest import Manifest
@@ -180,14 +180,3 @@ class ParityCopy(ImagesCopy):
 def _fits(image: Image, manifest: Manifest) -> bool:
     index, length = image.index, manifest.pieces.length
     return bool((index >= 0).all() and (index < len(length)).all() and (length[index] == image.length).all())
-
-
-def file_owner(path: Path) -> tuple[str, int] | None:
-    """(uuid, step) of the save that wrote a safetensors file, from its header; None when it does not say."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            head = json.loads(file.read(min(length, 100_000_000)))
-        return head["__metadata__"]["sirara.uuid"], int(head["__metadata__"]["sirara.step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

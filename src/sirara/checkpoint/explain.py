@@ -18,12 +18,12 @@ import numpy as np
 from sirara.checkpoint.copies import Copy
 from sirara.checkpoint.pins import is_pinned
 from sirara.checkpoint.places import Places, copies_of, manifests_of
-from sirara.checkpoint.reader import check_identity, read_manifest, size_faults
 from sirara.checkpoint.retention import is_verified
+from sirara.checkpoint.step_folder import open_manifest, size_faults
 from sirara.checkpoint.steps import committed_steps, incomplete_steps, step_name
 from sirara.errors import CheckpointError, StorageError
 from sirara.events import BEGINNINGS, Record
-from sirara.pure.manifest import MANIFEST, Manifest, parse_manifest
+from sirara.pure.manifest import MANIFEST, Manifest
 
 MOST_UNSAVED = 10
 """So many of the newest saves that the journal knows and no place has are told."""
@@ -145,8 +145,7 @@ def _new_case(manifest: Manifest) -> _Case:
 def _folder_case(path: Path, step: int, run: str, cases: dict[str, _Case]) -> str:
     """Adds what a step folder holds; returns why it counts as nothing."""
     try:
-        manifest = parse_manifest(read_manifest(path), where=str(path / MANIFEST))
-        check_identity(manifest, str(path), run=run or None, step=step)
+        manifest = open_manifest(path, run=run or None, step=step, check_sizes=False)
         faults = size_faults(path, manifest)
     except (CheckpointError, StorageError) as fault:
         return fault.what

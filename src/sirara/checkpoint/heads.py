@@ -11,7 +11,7 @@ from pathlib import Path
 
 import xxhash
 
-from sirara.checkpoint.copies import file_owner
+from sirara.checkpoint.step_folder import file_owner
 from sirara.pure.layout import Box
 from sirara.pure.manifest import FileEntry, Manifest
 from sirara.pure.saveplan import INDEX, ITEM_BYTES, Entry, safetensors_header

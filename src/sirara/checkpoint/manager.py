@@ -28,11 +28,11 @@ from sirara.checkpoint.job import JobEnd, KeeperSettings, SaveJob, SaveOutcome, 
 from sirara.checkpoint.link import own_host
 from sirara.checkpoint.nodes import is_node_tier
 from sirara.checkpoint.ranges import NamedRange, check_ranges, dtype_name
-from sirara.checkpoint.readback import committed_manifest
 from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.report import tell_committer
 from sirara.checkpoint.restore import Candidate, Restored, read_first
 from sirara.checkpoint.space import SMALL_FILES, Need, check_before_save, memory_folder
+from sirara.checkpoint.step_folder import committed_manifest
 from sirara.checkpoint.steps import committed_steps, save_uuid, step_name, temp_name
 from sirara.checkpoint.storage import Disk
 from sirara.config.run_folder import RunFolder

@@ -36,7 +36,6 @@ from sirara.checkpoint.job import (
 )
 from sirara.checkpoint.nodes import NodeTiers, is_node_tier
 from sirara.checkpoint.object import ObjectTier
-from sirara.checkpoint.readback import committed_manifest
 from sirara.checkpoint.report import (
     Report,
     assemble,
@@ -46,6 +45,7 @@ from sirara.checkpoint.report import (
     told_failure,
     wait_for_reports,
 )
+from sirara.checkpoint.step_folder import committed_manifest
 from sirara.checkpoint.steps import step_name, temp_name
 from sirara.checkpoint.storage import Disk, read_file
 from sirara.checkpoint.writer import hash_image, write_image

@@ -13,8 +13,8 @@ import xxhash
 
 from sirara.checkpoint.image import BLOCK
 from sirara.checkpoint.storage import storage_error
-from sirara.errors import CheckpointError, StorageError
-from sirara.pure.manifest import MANIFEST, Manifest, parse_manifest
+from sirara.errors import CheckpointError
+from sirara.pure.manifest import Manifest
 
 BATCH_BYTES = 16 << 20
 
@@ -33,16 +33,6 @@ class Fault:
 
     def error(self) -> CheckpointError:
         return CheckpointError(str(self), code="SR523")
-
-
-def committed_manifest(folder: Path, *, run: str, step: int) -> Manifest | None:
-    """The manifest of a step folder, None unless it is one of this run and step with all files at their sizes."""
-    try:
-        manifest = parse_manifest((folder / MANIFEST).read_bytes(), where=str(folder / MANIFEST))
-        whole = all((folder / f.name).stat().st_size == f.size for f in manifest.files)
-    except (CheckpointError, StorageError, OSError):
-        return None
-    return manifest if whole and (manifest.run, manifest.step) == (run, step) else None
 
 
 def faulty_pieces(folder: Path, m: Manifest) -> Iterator[Fault]:

@@ -7,13 +7,13 @@ A piece that the caller's memory takes in one stretch is read straight into it.
 """
 
 import difflib
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Self
 
@@ -23,11 +23,11 @@ import xxhash
 
 from sirara.checkpoint.copies import Copy, FolderCopy
 from sirara.checkpoint.ranges import DTYPES, NamedRange, dtype_name, host_bytes
+from sirara.checkpoint.step_folder import open_manifest
 from sirara.checkpoint.steps import step_name
-from sirara.checkpoint.storage import storage_error
 from sirara.errors import CheckpointError, CommError, SiraraError, StorageError
 from sirara.pure.layout import Box, box_runs, whole
-from sirara.pure.manifest import MANIFEST, Manifest, parse_manifest
+from sirara.pure.manifest import Manifest
 from sirara.pure.reshard import overlaps
 from sirara.pure.saveplan import ITEM_BYTES
 
@@ -82,12 +82,7 @@ class Snapshot:
     def __init__(
         self, path: Path, *, run: str | None = None, step: int | None = None, check_sizes: bool = True
     ) -> None:
-        manifest = parse_manifest(read_manifest(path), where=str(path / MANIFEST))
-        check_identity(manifest, str(path), run=run, step=step)
-        faults = size_faults(path, manifest) if check_sizes else []
-        if faults:
-            more = f"; {len(faults) - 1} more files are not right" if faults[1:] else ""
-            raise CheckpointError(f"{path / faults[0][0]} {faults[0][1]}{more}", code="SR521")
+        manifest = open_manifest(path, run=run, step=step, check_sizes=check_sizes)
         self._set(manifest, (FolderCopy(path, manifest),), path)
 
     @classmethod
@@ -127,7 +122,7 @@ class Snapshot:
     def read(self, name: str) -> torch.Tensor:
         """One whole tensor."""
         entry = self.manifest.tensors[self.find(name)]
-        data = torch.empty(entry_volume(entry.shape), dtype=DTYPES[entry.dtype])
+        data = torch.empty(prod(entry.shape), dtype=DTYPES[entry.dtype])
         self.read_into([NamedRange(tensor=name, shape=entry.shape, boxes=(whole(entry.shape),), data=data)])
         return data.reshape(entry.shape)
 
@@ -411,47 +406,3 @@ def box_memory(raw: np.ndarray, boxes: Sequence[Box], item: int) -> list[np.ndar
         memory.append(raw[at : at + size].view(_RAW[item]).reshape(box.size))
         at += size
     return memory
-
-
-def check_identity(manifest: Manifest, where: str, *, run: str | None, step: int | None) -> None:
-    """Raises CheckpointError when a manifest is not that of this run and step."""
-    if run is not None and manifest.run != run:
-        raise CheckpointError(f"{where} belongs to run {manifest.run!r}, this is run {run!r}", code="SR512")
-    if step is not None and manifest.step != step:
-        raise CheckpointError(
-            f"{where} holds step {manifest.step}: it was renamed or copied over", code="SR512"
-        )
-
-
-def read_manifest(path: Path) -> bytes:
-    try:
-        return (path / MANIFEST).read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as fault:
-        raise CheckpointError(
-            f"{path} is not a committed checkpoint: it has no {MANIFEST}",
-            code="SR513",
-            why="the save did not end, or the path is wrong",
-        ) from fault
-    except OSError as fault:
-        raise storage_error(fault, path / MANIFEST) from fault
-
-
-def entry_volume(shape: Sequence[int]) -> int:
-    return whole(shape).volume
-
-
-def size_faults(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
-    """(file, what is wrong) where a file is missing or has another size: the cheap half of verifying."""
-    faults = []
-    for f in manifest.files:
-        try:
-            size = os.stat(path / f.name).st_size
-        except FileNotFoundError:
-            faults.append((f.name, "is missing"))
-            continue
-        except OSError as fault:
-            raise storage_error(fault, path / f.name) from fault
-        if size != f.size:
-            word = "truncated" if size < f.size else "too long"
-            faults.append((f.name, f"is {word}: {size} bytes, the manifest says {f.size}"))
-    return faults

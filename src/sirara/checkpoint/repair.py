@@ -18,11 +18,12 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from sirara.checkpoint.copies import Copy, FolderCopy, file_owner
+from sirara.checkpoint.copies import Copy, FolderCopy
 from sirara.checkpoint.heads import find_head
 from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.retention import is_verified, mark_verified
 from sirara.checkpoint.scrub import Fault, scrub
+from sirara.checkpoint.step_folder import file_owner
 from sirara.checkpoint.steps import fresh_uuid, step_name
 from sirara.checkpoint.storage import Disk, names_in
 from sirara.errors import CheckpointError, CommError, StorageError

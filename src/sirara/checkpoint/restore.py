@@ -23,10 +23,11 @@ import xxhash
 from sirara.checkpoint.copies import Copy, FolderCopy, ImagesCopy, ParityCopy
 from sirara.checkpoint.image import Image
 from sirara.checkpoint.object import ObjectTier
-from sirara.checkpoint.reader import Snapshot, check_identity, read_manifest
+from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.serve import NodeView
 from sirara.checkpoint.share import Agree, OtherRankFailed, reason
 from sirara.checkpoint.sources import Source, TierRow, choose
+from sirara.checkpoint.step_folder import check_identity, open_manifest, read_manifest
 from sirara.checkpoint.steps import committed_steps, step_name
 from sirara.checkpoint.storage import Disk, read_file
 from sirara.errors import CheckpointError, CommError, StorageError
@@ -257,8 +258,7 @@ class Restorer:
 
     def _uuid_of(self, step: int) -> str:
         try:
-            path = self.checkpoints / step_name(step)
-            return parse_manifest(read_manifest(path), where=str(path / MANIFEST)).uuid
+            return open_manifest(self.checkpoints / step_name(step), check_sizes=False).uuid
         except _FAULTS as fault:
             self.table.append(TierRow(step=step, tier="disk", what="not usable", why=reason(fault)))
             return ""

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from safetensors import SafetensorError, safe_open
 
-from sirara.checkpoint.copies import file_owner
 from sirara.checkpoint.readback import Fault, faulty_pieces
-from sirara.checkpoint.reader import Snapshot, size_faults
+from sirara.checkpoint.reader import Snapshot
+from sirara.checkpoint.step_folder import file_owner, size_faults
 from sirara.checkpoint.steps import named_step
 from sirara.pure.manifest import MANIFEST
 from sirara.pure.reshard import collisions
