@@ -30,13 +30,13 @@ from sirara.checkpoint.image import BLOCK, Image
 from sirara.checkpoint.storage import Disk, names_in, read_at, read_file, storage_error
 from sirara.errors import CheckpointError, StorageError
 from sirara.pure.manifest import HASH_BYTES, MANIFEST, parse_manifest
+from sirara.pure.sealed import open_sealed, seal
 
 CHUNK_BYTES = 4 << 20  # what is sent, encoded and hashed at once
 Kind = Literal["arena", "image", "parity"]
 
 _FOLDER = re.compile(r"gen-(\d{9,})-([0-9a-f]{8}-[0-9a-f-]{27})")
 _ITEM = re.compile(r"(rank-(\d+)|parity-([0-9.]+-\d+-\d+))\.json")
-_CHECK = b'\n,"check":"'
 PARITY_FORMAT = "sirara-parity"
 _FILL_BYTES = 256 << 20
 
@@ -127,15 +127,12 @@ class ParityBlock:
             ],
             "hash": self.hashes.hex(),
         }
-        body = json.dumps(fields, separators=(",", ":"))[:-1].encode()
-        return body + _CHECK + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
+        return seal(json.dumps(fields, separators=(",", ":"))[:-1].encode())
 
     @staticmethod
     def from_bytes(raw: bytes, *, where: str) -> "ParityBlock":
         """Raises CheckpointError naming `where` when the bytes are not what was written."""
-        body, _, check = raw.rpartition(_CHECK)
-        if not body or check.strip() != f'{xxhash.xxh3_128_hexdigest(body)}"}}'.encode():
-            raise CheckpointError(f"{where} is torn or damaged", code="SR550")
+        body = open_sealed(raw, where=where, code="SR550")
         try:
             f = json.loads(body + b"}")
             if f["format"] != PARITY_FORMAT:

@@ -21,10 +21,10 @@ import xxhash
 from sirara.errors import CheckpointError
 from sirara.pure.manifest import HASH_BYTES
 from sirara.pure.saveplan import ITEM_BYTES, SavePlan
+from sirara.pure.sealed import open_sealed, seal
 
 BLOCK = 4096
 FORMAT = "sirara-image"
-_CHECK = b'\n,"check":"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,15 +145,12 @@ class Image:
             "length": self.length.tolist(),
             "hash": self.hashes.hex(),
         }
-        body = json.dumps(fields, separators=(",", ":"))[:-1].encode()
-        return body + _CHECK + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
+        return seal(json.dumps(fields, separators=(",", ":"))[:-1].encode())
 
     @staticmethod
     def from_bytes(raw: bytes, *, where: str) -> "Image":
         """Raises CheckpointError naming `where` when the bytes are not what was written."""
-        body, _, check = raw.rpartition(_CHECK)
-        if not body or check.strip() != f'{xxhash.xxh3_128_hexdigest(body)}"}}'.encode():
-            raise CheckpointError(f"{where} is torn or damaged", code="SR550")
+        body = open_sealed(raw, where=where, code="SR550")
         try:
             f = json.loads(body + b"}")
             if f["format"] != FORMAT:

@@ -29,18 +29,17 @@ from math import prod
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from sirara.errors import CheckpointError, InvariantError
 from sirara.pure.layout import Box
 from sirara.pure.reshard import SavedBoxes
 from sirara.pure.saveplan import ITEM_BYTES
+from sirara.pure.sealed import open_sealed, seal
 
 MANIFEST = "manifest.json"
 FORMAT = "sirara-checkpoint"
 VERSION = 1
 HASH_BYTES = 16
-_CHECK = b'\n,"check":"'
 _PIECES = b'"pieces":{\n'
 _COLUMNS = ("tensor", "offset", "shape", "file", "position", "length")
 
@@ -153,7 +152,7 @@ class Manifest:
         ]
         lines.append(f'"hash":"{p.hashes.hex()}"}}')
         body = text[:-1].encode() + b",\n" + _PIECES + "".join(lines).encode()
-        return body + _CHECK + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
+        return seal(body)
 
     def _head(self) -> dict[str, object]:
         return {
@@ -185,14 +184,7 @@ class Manifest:
 def parse_manifest(raw: bytes, *, where: str) -> Manifest:
     """The manifest in `raw`. Raises CheckpointError naming `where` when its bytes are not what was
     written."""
-    body, mark, check = raw.rpartition(_CHECK)
-    if not mark:
-        raise CheckpointError(f"{where} is torn: its last line with the check is missing", code="SR510")
-    found = xxhash.xxh3_128_hexdigest(body)
-    if check.strip() != f'{found}"}}'.encode():
-        raise CheckpointError(
-            f"{where} is damaged: its bytes do not match its check", code="SR510", why=f"they hash to {found}"
-        )
+    body = open_sealed(raw, where=where, code="SR510")
     try:
         head = _loads(body)
         if head["format"] != FORMAT or head["version"] != VERSION:
