@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from sirara.checkpoint.generation import CHUNK_BYTES, GenerationStore, Member, ParityBlock
+from sirara.checkpoint.generation import CHUNK_BYTES, GenerationStore
 from sirara.checkpoint.parity import block_range
+from sirara.checkpoint.parity_block import Member, ParityBlock
 from sirara.pure.copies import Stripes
 from sirara.pure.erasure import encode
 from sirara.pure.manifest import MANIFEST

@@ -20,8 +20,9 @@ from itertools import combinations
 
 import pytest
 
-from sirara.checkpoint.generation import GenerationStore, ParityBlock
+from sirara.checkpoint.generation import GenerationStore
 from sirara.checkpoint.parity import block_range
+from sirara.checkpoint.parity_block import ParityBlock
 from sirara.checkpoint.storage import Disk
 from sirara.errors import CheckpointError
 from sirara.pure.copies import Stripes

@@ -12,9 +12,6 @@ back to an older step. Of each image and each block the newest `keep` committed 
 committed goes when something newer is. No torch here.
 """
 
-import contextlib
-import json
-import mmap
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -27,18 +24,17 @@ import xxhash
 
 from sirara.checkpoint.arena import ArenaState, arena_head
 from sirara.checkpoint.image import BLOCK, Image
+from sirara.checkpoint.parity_block import ParityBlock
+from sirara.checkpoint.slot import Slot, put_file
 from sirara.checkpoint.storage import Disk, names_in, read_at, read_file, storage_error
 from sirara.errors import CheckpointError, StorageError
-from sirara.pure.manifest import HASH_BYTES, MANIFEST, parse_manifest
-from sirara.pure.sealed import open_sealed, seal
+from sirara.pure.manifest import MANIFEST, parse_manifest
 
 CHUNK_BYTES = 4 << 20  # what is sent, encoded and hashed at once
 Kind = Literal["arena", "image", "parity"]
 
 _FOLDER = re.compile(r"gen-(\d{9,})-([0-9a-f]{8}-[0-9a-f-]{27})")
 _ITEM = re.compile(r"(rank-(\d+)|parity-([0-9.]+-\d+-\d+))\.json")
-PARITY_FORMAT = "sirara-parity"
-_FILL_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,149 +65,6 @@ class Held:
     @staticmethod
     def from_json(fields: dict[str, Any]) -> "Held":
         return Held(**{**fields, "covers": tuple(fields["covers"])})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """A node's part in a stripe of parity: the image of one rank, cut into k blocks of `block` bytes (the last ones
-    are short or empty); `image` is the description of the image."""
-
-    rank: int
-    block: int
-    image: Image
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParityBlock:
-    """Description of one block of parity: row `row` of stripe `stripe` of a group of k + m nodes.
-
-    members: column j of the stripe is block j of the image of members[j].  size: of the longest block; shorter ones
-    count as filled up with zeros.  hashes: xxh3-128 of each CHUNK_BYTES of the parity, 16 bytes each.
-    """
-
-    uuid: str
-    run: str
-    attempt: int
-    step: int
-    group: str
-    stripe: int
-    row: int
-    k: int
-    m: int
-    size: int
-    members: tuple[Member, ...]
-    hashes: bytes
-
-    @property
-    def name(self) -> str:
-        return f"{self.group}-{self.stripe}-{self.row}"
-
-    def hash(self, chunk: int) -> bytes:
-        return self.hashes[HASH_BYTES * chunk : HASH_BYTES * (chunk + 1)]
-
-    def to_bytes(self) -> bytes:
-        fields: dict[str, Any] = {
-            "format": PARITY_FORMAT,
-            "uuid": self.uuid,
-            "run": self.run,
-            "attempt": self.attempt,
-            "step": self.step,
-            "group": self.group,
-            "stripe": self.stripe,
-            "row": self.row,
-            "k": self.k,
-            "m": self.m,
-            "size": self.size,
-            "members": [
-                {"rank": m.rank, "block": m.block, "image": m.image.to_bytes().decode()} for m in self.members
-            ],
-            "hash": self.hashes.hex(),
-        }
-        return seal(json.dumps(fields, separators=(",", ":"))[:-1].encode())
-
-    @staticmethod
-    def from_bytes(raw: bytes, *, where: str) -> "ParityBlock":
-        """Raises CheckpointError naming `where` when the bytes are not what was written."""
-        body = open_sealed(raw, where=where, code="SR550")
-        try:
-            f = json.loads(body + b"}")
-            if f["format"] != PARITY_FORMAT:
-                raise CheckpointError(f"{where} is in format {f['format']!r}", code="SR511")
-            names = ("uuid", "run", "attempt", "step", "group", "stripe", "row", "k", "m", "size")
-            return ParityBlock(
-                **{name: f[name] for name in names},
-                members=tuple(
-                    Member(
-                        rank=m["rank"],
-                        block=m["block"],
-                        image=Image.from_bytes(m["image"].encode(), where=where),
-                    )
-                    for m in f["members"]
-                ),
-                hashes=bytes.fromhex(f["hash"]),
-            )
-        except (KeyError, TypeError, ValueError) as fault:
-            raise CheckpointError(f"{where} lacks fields: {fault!r}", code="SR511") from fault
-
-
-class Slot:
-    """A file of a generation that is being filled; `data` is its memory. It is there for readers after `keep()`."""
-
-    def __init__(self, store: "GenerationStore", path: Path, size: int) -> None:
-        self._store, self.path, self.size = store, path, size
-        self._part = path.with_name(path.name + ".part")
-        store.disk.remove(self._part)
-        os.close(store.disk.open(self._part, size=size))
-        self._file = os.open(self._part, os.O_RDWR | os.O_CLOEXEC)
-        self._map: mmap.mmap | None = None
-        self._open = True
-        self.data = memoryview(bytearray())
-        try:
-            _allocate(self._file, self._part, 0, size)
-            self._map = mmap.mmap(self._file, size) if size else None
-        except (OSError, StorageError):
-            self.discard()
-            raise
-        if self._map is not None:
-            self.data = memoryview(self._map)
-
-    def grow(self, size: int) -> None:
-        """At least `size` bytes, new ones zero; nobody may hold a view of `data` meanwhile."""
-        if size <= self.size:
-            return
-        _allocate(self._file, self._part, self.size, size - self.size)
-        self._unmap()
-        self._map = mmap.mmap(self._file, size)
-        self.data, self.size = memoryview(self._map), size
-
-    def keep(self, description: Path, raw: bytes) -> None:
-        """Gives the file its name, then writes its description."""
-        disk = self._store.disk
-        if self._store.durable:
-            disk.fsync(self._file, self._part)
-        self._close()
-        disk.rename(self._part, self.path)
-        self._store.write_description(description, raw)
-
-    def discard(self) -> None:
-        """Removes the file; a second call, or one after keep(), does nothing."""
-        if self._open:
-            self._close()
-            self._part.unlink(missing_ok=True)
-
-    def _close(self) -> None:
-        if self._open:
-            self._open = False
-            self._unmap()
-            os.close(self._file)
-
-    def _unmap(self) -> None:
-        # A view in the traceback of a fault keeps the mapping until it is gone itself.
-        with contextlib.suppress(BufferError):
-            self.data.release()
-            if self._map is not None:
-                self._map.close()
-        self._map = None
 
 
 class GenerationStore:
@@ -246,7 +99,8 @@ class GenerationStore:
         """Memory of a file for the image, to be filled and given to `keep_image`. Makes room: see `trim`."""
         self._check_run(image.run, f"the image of rank {image.rank}")
         self.trim(f"image-{image.rank}", starting=(image.step, image.uuid))
-        return Slot(self, self._folder(image.step, image.uuid, make=True) / f"image-{image.rank}", image.size)
+        folder = self._folder(image.step, image.uuid, make=True)
+        return Slot(folder / f"image-{image.rank}", image.size, disk=self.disk, durable=self.durable)
 
     def keep_image(self, image: Image, slot: Slot) -> None:
         slot.keep(slot.path.with_name(f"rank-{image.rank}.json"), image.to_bytes())
@@ -257,12 +111,14 @@ class GenerationStore:
         self.trim(f"arena-{image.rank}", starting=(image.step, image.uuid))
         folder = self._folder(image.step, image.uuid, make=True)
         self.disk.write_file(folder / f"arena-{image.rank}", str(arena).encode())
-        self.write_description(folder / f"rank-{image.rank}.json", image.to_bytes())
+        description = folder / f"rank-{image.rank}.json"
+        put_file(description, image.to_bytes(), disk=self.disk, durable=self.durable)
 
     def new_parity(self, step: int, uuid: str, name: str, size: int) -> Slot:
         """Zeros, to which blocks are added."""
         self.trim(f"parity-{name}", starting=(step, uuid))
-        return Slot(self, self._folder(step, uuid, make=True) / f"parity-{name}", size)
+        folder = self._folder(step, uuid, make=True)
+        return Slot(folder / f"parity-{name}", size, disk=self.disk, durable=self.durable)
 
     def keep_parity(self, block: ParityBlock, slot: Slot) -> None:
         slot.keep(slot.path.with_name(f"parity-{block.name}.json"), block.to_bytes())
@@ -279,16 +135,9 @@ class GenerationStore:
         folder = self._folder(step, uuid)
         if not folder.exists():
             return False
-        self.disk.write_file(folder / MANIFEST, raw)
-        if self.durable:
-            self.disk.sync_folder(folder)
+        put_file(folder / MANIFEST, raw, disk=self.disk, durable=self.durable)
         self.trim()
         return True
-
-    def write_description(self, path: Path, raw: bytes) -> None:
-        self.disk.write_file(path, raw)
-        if self.durable:
-            self.disk.sync_folder(path.parent)
 
     def drop(self, step: int, uuid: str) -> None:
         """Everything of one generation, its manifest first."""
@@ -304,10 +153,9 @@ class GenerationStore:
                starting: (step, uuid) of a save that is about to be written: it counts as one of the kept, so that at
                rest and during a save no more than `keep` of each item are held. The last committed one always stays.
         """
-        generations = sorted(self._generations(), key=lambda g: (_attempt(g[1]), g[0]), reverse=True)
         keep = max(1, self.keep - 1) if starting is not None else self.keep
         committed: dict[str, int] = {}
-        for step, uuid, folder in generations:
+        for step, uuid, folder in self._generations():
             if (step, uuid) == starting:
                 continue
             commit = self._is_committed(folder, step, uuid)
@@ -346,8 +194,7 @@ class GenerationStore:
         return [found for found in self._scan() if isinstance(found, str)]
 
     def _scan(self) -> Iterator[Held | str]:
-        generations = sorted(self._generations(), key=lambda g: (_attempt(g[1]), g[0]), reverse=True)
-        for step, uuid, folder in generations:
+        for step, uuid, folder in self._generations():
             committed = self._is_committed(folder, step, uuid)
             names = _names(folder)
             if MANIFEST in names and not committed:
@@ -492,9 +339,11 @@ class GenerationStore:
         return folder
 
     def _generations(self) -> list[tuple[int, str, Path]]:
+        """(step, uuid, folder) of each, newest first."""
         names = names_in(self.folder) if self.folder.exists() else set()
         matches = ((name, _FOLDER.fullmatch(name)) for name in names)
-        return [(int(found[1]), found[2], self.folder / name) for name, found in matches if found]
+        found = [(int(match[1]), match[2], self.folder / name) for name, match in matches if match]
+        return sorted(found, key=lambda g: (_attempt(g[1]), g[0]), reverse=True)
 
 
 def _names(folder: Path) -> set[str]:
@@ -522,16 +371,6 @@ def _items(names: set[str]) -> dict[str, set[str]]:
             copied = not names.isdisjoint({f"image-{rest}", f"image-{rest}.part"})
             items.setdefault(f"{'image' if copied else 'arena'}-{rest}", set()).add(name)
     return items
-
-
-def _allocate(fd: int, path: Path, position: int, size: int) -> None:
-    # Without this a full shared memory would end the process at the first touch of a page.
-    try:
-        # In parts: one call over all of it could not be interrupted by a signal.
-        for at in range(position, position + size, _FILL_BYTES):
-            os.posix_fallocate(fd, at, min(_FILL_BYTES, position + size - at))
-    except OSError as fault:
-        raise storage_error(fault, path, asked=size) from fault
 
 
 def _read_present(path: Path) -> bytes:

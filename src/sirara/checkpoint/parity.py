@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 import xxhash
 
 from sirara.checkpoint import isal
-from sirara.checkpoint.generation import CHUNK_BYTES, GenerationStore, Member, ParityBlock, Slot
+from sirara.checkpoint.generation import CHUNK_BYTES, GenerationStore
 from sirara.checkpoint.image import Image
+from sirara.checkpoint.parity_block import Member, ParityBlock
 from sirara.checkpoint.serve import NodeView, one_line
+from sirara.checkpoint.slot import Slot
 from sirara.errors import CheckpointError, CommTimeout, InvariantError, SiraraError, StorageError
 from sirara.pure.erasure import coefficients, decoding
 

@@ -17,10 +17,11 @@ from pathlib import Path
 
 from sirara.checkpoint.arena import memory_root
 from sirara.checkpoint.copies import Copy, ImagesCopy, ParityCopy
-from sirara.checkpoint.generation import GenerationStore, ParityBlock
+from sirara.checkpoint.generation import GenerationStore
 from sirara.checkpoint.image import Image
 from sirara.checkpoint.object import ObjectTier, StoredStep
 from sirara.checkpoint.parity import block_range, rebuild
+from sirara.checkpoint.parity_block import ParityBlock
 from sirara.checkpoint.serve import LocalNode
 from sirara.checkpoint.space import memory_path
 from sirara.config.load import load

@@ -14,9 +14,10 @@ from typing import Any, Protocol, TypeVar
 
 import xxhash
 
-from sirara.checkpoint.generation import CHUNK_BYTES, GenerationStore, Held, ParityBlock
+from sirara.checkpoint.generation import CHUNK_BYTES, GenerationStore, Held
 from sirara.checkpoint.image import Image
 from sirara.checkpoint.link import Connection, Peer
+from sirara.checkpoint.parity_block import ParityBlock
 from sirara.errors import CheckpointError, CommError, SiraraError, StorageError
 
 T = TypeVar("T")

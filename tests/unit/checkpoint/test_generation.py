@@ -10,7 +10,8 @@ import pytest
 import xxhash
 
 from sirara.checkpoint.arena import Arena
-from sirara.checkpoint.generation import CHUNK_BYTES, GenerationStore, Held, Member, ParityBlock
+from sirara.checkpoint.generation import CHUNK_BYTES, GenerationStore, Held
+from sirara.checkpoint.parity_block import Member, ParityBlock
 from sirara.checkpoint.storage import Disk
 from sirara.errors import CheckpointError, StorageError
 from sirara.pure.manifest import MANIFEST
