@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from sirara.checkpoint.manager import CheckpointManager, NamedRange, PlannedTensor, Snapshot, dtype_name
+from sirara.checkpoint.restore import Candidate, Restored, read_first
 from sirara.pure.layout import Box, range_boxes, whole
 
 State = dict[str, torch.Tensor]
@@ -84,6 +86,24 @@ def manager(folder: Path, *, rank: int = 0, world: int = 1, **options: Any) -> C
     settings: dict[str, Any] = {"run": "run-1", "node": 0, "attempt": 1, "keep_last": 3, "keep_every": None}
     settings |= {"deadline_s": 30.0} | options
     return CheckpointManager(folder, rank=rank, world=world, **settings)
+
+
+def restore(
+    m: CheckpointManager,
+    read: Callable[[Snapshot], None],
+    *,
+    steps: Sequence[int] | None = None,
+    agree: Callable[[str], str] = lambda fault: fault,
+) -> Restored | None:
+    """The newest step of the step folders alone that all ranks can read; None when there is none."""
+    found = read_first(
+        [Candidate(step=s, open=partial(m.open, s)) for s in (m.newest() if steps is None else steps)],
+        read,
+        agree=agree,
+        distrust=m.distrust,
+        where=str(m.folder),
+    )
+    return None if found is None else Restored(step=found[0].step, skipped=found[1])
 
 
 def in_ranks(world: int, fn: Callable[[int], Any]) -> list[Any]:

@@ -53,6 +53,7 @@ from tests.checkpoints import (
     manager,
     plan_of,
     ranges_of,
+    restore,
     small_state,
 )
 
@@ -102,7 +103,7 @@ def scratch() -> Iterator[Path]:
 def state_in(folder: Path, *, attempt: int = 2) -> tuple[int, State]:
     """The step that the next attempt loads, and its state: one that was committed, whole."""
     got: State = {}
-    found = manager(folder, attempt=attempt).restore(lambda s: got.update(load(s, STATES[1])))
+    found = restore(manager(folder, attempt=attempt), lambda s: got.update(load(s, STATES[1])))
     assert found is not None and found.skipped == ()
     check_state(found.step, got)
     return found.step, got

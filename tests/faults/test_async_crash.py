@@ -479,7 +479,7 @@ def test_training_goes_on_beside_a_slow_device_and_saves_that_come_meanwhile_wai
     shim.arm(training.folder, SLOW, -1, 60_000)
     assert training.begin(m, 2)
     assert not training.begin(m, 3)
-    assert [(o.kind, o.step) for o in m.poll()] == [("queued", 3)] and m.counts.queued == 1
+    assert [(o.kind, o.step) for o in m.poll()] == [("queued", 3)] and m.ledger.counts.queued == 1
     assert m.wait().kind == "saved"
     case("slow devices", shim.fired > 30)
     shim.disarm()

@@ -32,6 +32,7 @@ from tests.checkpoints import (
     manager,
     plan_of,
     ranges_of,
+    restore,
     save,
     small_state,
 )
@@ -70,7 +71,7 @@ def restored(folder: Path, *, attempt: int = 2) -> State:
     """What the next attempt loads; it must be one of the states that were committed, whole."""
     m = manager(folder, attempt=attempt)
     got: State = {}
-    found = m.restore(lambda snapshot: got.update(load(snapshot, STATES[1])))
+    found = restore(m, lambda snapshot: got.update(load(snapshot, STATES[1])))
     assert found is not None and found.skipped == ()
     known = [STATES[found.step]] if found.step != 2 else [STATES[2], REPLACED]
     assert any(differing(state, got) == [] for state in known)
@@ -401,10 +402,10 @@ def test_any_flipped_bit_of_the_newest_step_sends_the_reader_to_the_older_one(tm
     for name, position in places:
         flip_bit(folder / name, position)
         got: State = {}
-        found = manager(tmp_path).restore(lambda s, got=got: got.update(load(s, STATES[1])))
+        found = restore(manager(tmp_path), lambda s, got=got: got.update(load(s, STATES[1])))
         assert found.step == 1 and found.skipped[0][0] == 2 and name in found.skipped[0][1]
         assert differing(STATES[1], got) == []
         flip_bit(folder / name, position)
-    assert manager(tmp_path).restore(lambda s: None).step == 2
+    assert restore(manager(tmp_path), lambda s: None).step == 2
     with capsys.disabled():
         print(f"\n{len(places)} flipped bits, all named")

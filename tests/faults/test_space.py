@@ -23,7 +23,18 @@ from sirara.checkpoint.storage import Disk
 from sirara.config.run_folder import list_runs
 from sirara.errors import PlanError, StorageError
 from sirara.events import read
-from tests.checkpoints import State, differing, even, load, manager, plan_of, ranges_of, save, small_state
+from tests.checkpoints import (
+    State,
+    differing,
+    even,
+    load,
+    manager,
+    plan_of,
+    ranges_of,
+    restore,
+    save,
+    small_state,
+)
 from tests.project import Project, until
 
 STATES = {step: small_state(step) for step in (1, 2, 3)}
@@ -44,7 +55,7 @@ def save_by(m, state: State, step: int) -> None:
 def found_in(folder: Path) -> int:
     """The step that the next attempt restores, which is bit for bit what was saved."""
     got: State = {}
-    found = manager(folder, attempt=9).restore(lambda snapshot: got.update(load(snapshot, STATES[1])))
+    found = restore(manager(folder, attempt=9), lambda snapshot: got.update(load(snapshot, STATES[1])))
     assert found is not None and found.skipped == ()
     assert differing(STATES[found.step], got) == []
     return found.step

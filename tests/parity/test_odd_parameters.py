@@ -19,6 +19,7 @@ from sirara.pure.families import UnitSpec, init_slice
 from sirara.train.optim import make_optimizer
 from sirara.train.state import Counters, TrainState
 from sirara.train.step import Step
+from tests.checkpoints import restore
 from tests.harness import run_ranks
 from tests.ranks.test_step import B, batch
 from tests.toy import HIDDEN, LENGTH, Embed, Head, assemble, tensor
@@ -234,7 +235,7 @@ def saved(folder: str, zero: int, pp: int, resume: bool) -> tuple[str, str]:
     )  # fmt: skip
     before = str(state.digest())
     if resume:
-        restored = manager.restore(state.load, steps=manager.newest(), agree=lambda fault: fault)
+        restored = restore(manager, state.load)
         assert restored is not None
         state.complete()
     else:

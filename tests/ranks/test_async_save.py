@@ -259,7 +259,7 @@ def a_save_is_due_while_one_is_written(folder: str, when_busy: str) -> list[Any]
         rank.manager.wait()
     outcomes = [(o.kind, o.step) for o in rank.manager.poll()]
     rank.manager.close(clean=True)
-    c = rank.manager.counts
+    c = rank.manager.ledger.counts
     return [began, due, outcomes, (c.queued, c.skipped, c.waited), rank.manager.newest()]
 
 

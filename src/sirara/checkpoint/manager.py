@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,46 +24,29 @@ from sirara.checkpoint.commit import Committer
 from sirara.checkpoint.deciding import Move, Row, first_fault, joint, ordered, own_move
 from sirara.checkpoint.in_line import InLine, SaveTimes, State
 from sirara.checkpoint.job import JobEnd, KeeperSettings, SaveJob, SaveOutcome, TierResult
+from sirara.checkpoint.ledger import SOFT_FAULTS, Ledger
 from sirara.checkpoint.link import own_host
 from sirara.checkpoint.nodes import is_node_tier
 from sirara.checkpoint.ranges import NamedRange, check_ranges, dtype_name
 from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.report import tell_committer
-from sirara.checkpoint.restore import Candidate, Restored, read_first
 from sirara.checkpoint.space import SMALL_FILES, Need, check_before_save, memory_folder
 from sirara.checkpoint.step_folder import committed_manifest
 from sirara.checkpoint.steps import committed_steps, save_uuid, step_name, temp_name
 from sirara.checkpoint.storage import Disk
 from sirara.config.run_folder import RunFolder
 from sirara.config.schema import TierConfig
-from sirara.errors import CheckpointError, CommError, ConfigError, SiraraError, StorageError
-from sirara.pure.failures import Failures
+from sirara.errors import CheckpointError, ConfigError, SiraraError, StorageError
 from sirara.pure.manifest import MANIFEST
 from sirara.pure.saveplan import PlannedTensor, SavePlan, plan_save
 
-__all__ = ["CheckpointManager", "NamedRange", "PlannedTensor", "Restored", "Snapshot", "dtype_name"]
-
-SOFT_FAULTS = (StorageError, CheckpointError, CommError)
-"""What a run survives when a save ends with it; anything else ends the run."""
+__all__ = ["CheckpointManager", "NamedRange", "PlannedTensor", "Snapshot", "dtype_name"]
 
 _NEED_OTHERS = frozenset({"peer", "parity"})  # kept by more nodes than one, or not at all
-_IN_ARENAS = ("memory", "peer", "parity")  # own images stay where they are
-_LOST = 64  # failed saves of which leftovers are looked for
 _NAP_S = (0.002, 0.25)
 _CLOSE_S = 60.0
 
 _log = logging.getLogger("sirara")
-
-
-@dataclass(slots=True)
-class Counts:
-    """Saves so far, by what became of them."""
-
-    saved: int = 0
-    failed: int = 0
-    queued: int = 0
-    skipped: int = 0
-    waited: int = 0
 
 
 @dataclass(slots=True)
@@ -152,11 +134,6 @@ class CheckpointManager:
         self._planned: tuple[Sequence[PlannedTensor], bool, SavePlan] | None = None
         self._background: Background | None = None
         self._running: _Running | None = None
-        self._outcomes: list[SaveOutcome] = []
-        self._last: SaveOutcome | None = None
-        self._lost: list[str] = []
-        self.put_off: frozenset[str] = frozenset()  # tiers of a save that waits or failed
-        self._kept_in_memory = False
         self._needs_addresses = any(is_node_tier(t) for t in tiers)
         root = memory or memory_folder(tiers, node=node)
         # The copy of a run has its name: what need not be found by a restart lies where no copy looks.
@@ -164,8 +141,7 @@ class CheckpointManager:
         self._memory = root / (run if self._needs_addresses else f"{run}-{place}")
         self._token = token
         self._spread = self._needs_addresses and world > self._per_node
-        self.failures = Failures(most=max_failures, retry_s=retry_s)
-        self.counts = Counts()
+        self.ledger = Ledger(max_failures=max_failures, retry_s=retry_s)
         self.times: SaveTimes | None = None
         self.scores: dict[int, float] = {}
         if rank == 0:
@@ -284,12 +260,12 @@ class CheckpointManager:
             return True
         line = self._line(state.plan)
         # A patient save says itself where it goes: time may be short, or a disk full.
-        wanted = frozenset(tiers) if patient else frozenset(tiers) | self.put_off
+        wanted = frozenset(tiers) if patient else frozenset(tiers) | self.ledger.put_off
         move, rows, fault = self._decide(line, wanted, patient=patient, alive=alive)
         if move is not Move.START:
-            self._later(step, move, wanted)
+            self.ledger.later(step, move, wanted, speaks=self.rank == 0)
             return False
-        self.put_off, tiers = frozenset(), rows[0].tiers
+        self.ledger.put_off, tiers = frozenset(), rows[0].tiers
         uuid = self._next_uuid(step)
         if fault is not None:
             self._end(JobEnd(step=step, uuid=uuid, fault=fault), tiers)
@@ -305,7 +281,7 @@ class CheckpointManager:
                 arena=arena,
                 tiers=ordered(tiers),
                 deadline_s=self._deadline_s,
-                ended=tuple(self._lost),
+                ended=tuple(self.ledger.lost),
                 addresses=tuple(row.address for row in rows),
                 record=state.record if alone else {},
                 hf_files=state.hf_files if alone else {},
@@ -334,15 +310,14 @@ class CheckpointManager:
         Raises:  what no run survives, RunBusyError for one.
         """
         self._hear()
-        ended, self._outcomes = self._outcomes, []
-        return ended
+        return self.ledger.take()
 
     def save_due(self) -> bool:
         """On rank 0: whether a save that was put off, or failed, should be made at the next step boundary."""
         self._hear()
-        if not self.put_off or (self._background is not None and self._background.busy):
+        if not self.ledger.put_off or (self._background is not None and self._background.busy):
             return False
-        return not self.failures.in_a_row or self.failures.due(time.monotonic())
+        return not self.ledger.backing_off or self.ledger.due_again
 
     def wait(self, *, alive: Callable[[], object] = lambda: None) -> SaveOutcome | None:
         """Waits until the running save is over and uploaded, on all ranks together. Returns how the last save ended,
@@ -350,21 +325,15 @@ class CheckpointManager:
         line, nap_s = self._background, _NAP_S[0]
         while line is not None:
             self._hear(flush=True)
-            last = self._last
-            row = Row(
-                busy=line.busy or line.keeper.uploading,
-                digest=last.digest if last else "",
-                fault=str(last.fault) if last and last.fault else "",
-            )
-            rows = self._gather(row)
+            rows = self._gather(self.ledger.row(busy=line.busy or line.keeper.uploading))
             if not any(r.busy for r in rows):
                 if self.rank != 0:
-                    self._last = self._as_told(rows[0])
+                    self.ledger.told(rows[0], self._begun)
                 break
             alive()
             time.sleep(nap_s)
             nap_s = min(_NAP_S[1], 2 * nap_s)
-        return self._last
+        return self.ledger.last
 
     def close(self, *, clean: bool = False) -> None:
         """Ends the keeper. clean: all is saved, it is waited for and nothing of the run stays in memory."""
@@ -374,23 +343,14 @@ class CheckpointManager:
 
     def _in_line(self, step: int, state: State, tiers: Collection[str], *, patient: bool) -> None:
         began = time.perf_counter()
-        backing_off = self.failures.in_a_row > 0
-        if self.rank == 0:
-            move = own_move(
-                busy=False,
-                patient=patient,
-                when_busy=self._when_busy,
-                backing_off=backing_off,
-                due_again=self.failures.due(time.monotonic()),
-            )
-        else:
-            move = Move.START
-        # Only after a failure the ranks need to agree that they save.
-        move = self._gather(Row(move=move))[0].move if backing_off else move
+        move = self._own_move(busy=False, patient=patient)
+        if self.ledger.backing_off:
+            # Only after a failure the ranks need to agree that they save.
+            move = self._gather(Row(move=move))[0].move
         if move is not Move.START:
-            self._later(step, move, frozenset(tiers))
+            self.ledger.later(step, move, frozenset(tiers), speaks=self.rank == 0)
             return
-        self.put_off = frozenset()
+        self.ledger.put_off = frozenset()
         fault: SiraraError | None = None
         path = None
         try:
@@ -427,7 +387,7 @@ class CheckpointManager:
             seconds=seconds,
             fault=fault,
         )
-        self._conclude(end, frozenset(tiers))
+        self.ledger.ended(end, frozenset(tiers))
 
     def _decide(
         self, line: Background, wanted: frozenset[str], *, patient: bool, alive: Callable[[], object]
@@ -435,15 +395,7 @@ class CheckpointManager:
         nap_s, waited = _NAP_S[0], False
         while True:
             self._hear(flush=True)
-            move, fault, address = Move.START, None, ""
-            if self.rank == 0:
-                move = own_move(
-                    busy=line.busy,
-                    patient=patient,
-                    when_busy=self._when_busy,
-                    backing_off=self.failures.in_a_row > 0,
-                    due_again=self.failures.due(time.monotonic()),
-                )
+            move, fault, address = self._own_move(busy=line.busy, patient=patient), None, ""
             if move is Move.START and not line.busy:
                 try:
                     # With other tiers the save is worth its while though the disk be full.
@@ -458,7 +410,7 @@ class CheckpointManager:
                     move=move,
                     tiers=wanted,
                     busy=line.busy,
-                    kept=self._kept_in_memory,
+                    kept=self.ledger.kept_in_memory,
                     address=address,
                     fault=fault.what if fault else "",
                 )
@@ -472,7 +424,7 @@ class CheckpointManager:
             nap_s = min(_NAP_S[1], 2 * nap_s)
         if rows[0].kept:
             line.kept()
-        self.counts.waited += waited
+        self.ledger.counts.waited += waited
         told = first_fault(rows)
         if fault is None and told is not None:
             fault = StorageError(f"no save was begun: rank {told[0]}: {told[1]}", code="SR603")
@@ -492,12 +444,9 @@ class CheckpointManager:
         end = line.poll()
         if end is not None and self._running is not None:
             self._end(end, self._running.tiers)
-        for upload in line.keeper.uploads():
-            if self.rank == 0:
-                kept = {"object": upload.result}
-                seconds = {"object": upload.result.seconds}
-                outcome = SaveOutcome(kind="uploaded", step=upload.step, tiers=kept, seconds=seconds)
-                self._outcomes.append(replace(outcome, total_bytes=upload.result.bytes))
+        uploads = line.keeper.uploads()
+        if self.rank == 0:
+            self.ledger.uploaded(uploads)
 
     def _end(self, end: JobEnd, tiers: frozenset[str]) -> None:
         """One rank's part of a save is over; on rank 0 the save is."""
@@ -514,11 +463,8 @@ class CheckpointManager:
             return
         if end.fault is not None:
             end = self._committed_after_all(end)
-        if end.fault is not None:
-            self._lost.append(end.uuid)
-            del self._lost[:-_LOST]
         stall = {"stall": running.stall_s} if running else {}
-        self._conclude(replace(end, seconds=stall | end.seconds), tiers)
+        self.ledger.ended(replace(end, seconds=stall | end.seconds), tiers)
 
     def _committed_after_all(self, end: JobEnd) -> JobEnd:
         """A keeper may die after its commit."""
@@ -535,51 +481,16 @@ class CheckpointManager:
             tiers={"disk": TierResult(ok=True)},
         )
 
-    def _conclude(self, end: JobEnd, tiers: frozenset[str]) -> None:
-        kind = "saved" if end.fault is None else "failed"
-        if end.fault is not None and not isinstance(end.fault, SOFT_FAULTS):
-            raise end.fault
-        if end.fault is None:
-            self.failures.succeeded()
-            self.counts.saved += 1
-            self._kept_in_memory = any(end.tiers[t].ok for t in _IN_ARENAS if t in end.tiers)
-        else:
-            self.failures.failed(time.monotonic())
-            self.counts.failed += 1
-            self._kept_in_memory = False
-            self.put_off |= tiers
-        self._last = SaveOutcome(
-            kind=kind,
-            step=end.step,
-            digest=end.digest,
-            path=Path(end.path) if end.path else None,
-            total_bytes=end.total_bytes,
-            tiers=end.tiers,
-            seconds=end.seconds,
-            fault=end.fault,
-            in_a_row=self.failures.in_a_row,
-        )
-        self._outcomes.append(self._last)
-
-    def _later(self, step: int, move: Move, wanted: frozenset[str]) -> None:
-        if move is Move.SKIP:
-            self.counts.skipped += 1
-        elif move is Move.QUEUE:
-            self.counts.queued += 1
+    def _own_move(self, *, busy: bool, patient: bool) -> Move:
+        """What this rank would do; only rank 0 knows enough to hold a save back."""
         if self.rank != 0:
-            return
-        if move is not Move.SKIP:
-            self.put_off = wanted
-        kind = "skipped" if move is Move.SKIP else "queued"
-        why = "a save is still being written" if move is not Move.BACK_OFF else "the save before it failed"
-        self._outcomes.append(SaveOutcome(kind=kind, step=step, why=why))
-
-    def _as_told(self, row: Row) -> SaveOutcome | None:
-        if not row.digest and not row.fault:
-            return None
-        fault = StorageError(f"the save failed on rank 0: {row.fault}", code="SR603") if row.fault else None
-        return SaveOutcome(
-            kind="failed" if fault else "saved", step=self._begun, digest=row.digest, fault=fault
+            return Move.START
+        return own_move(
+            busy=busy,
+            patient=patient,
+            when_busy=self._when_busy,
+            backing_off=self.ledger.backing_off,
+            due_again=self.ledger.due_again,
         )
 
     def _gather(self, row: Row) -> list[Row]:
@@ -623,33 +534,6 @@ class CheckpointManager:
     def open(self, step: int) -> Snapshot:
         """A committed step of this run. Raises CheckpointError when it is not one, or not whole."""
         return Snapshot(self.folder / step_name(step), run=self.run, step=step)
-
-    def restore(
-        self,
-        read: Callable[[Snapshot], None],
-        *,
-        steps: Sequence[int] | None = None,
-        agree: Callable[[str], str] = lambda fault: fault,
-    ) -> Restored | None:
-        """Reads the newest step that can be read: a faulty one is skipped for the next older, with its
-        reason.
-
-        Args:  read: takes the snapshot (and calls `read_into`).
-               steps: candidates, newest first (default: `newest()`).
-               agree: given this rank's fault ("" when it read well) returns the first fault of any rank, so
-               that all ranks take the same step; the default is for one rank.
-        Returns:  None when there is no committed step.
-        Raises:  CheckpointError naming every step and its reason when none can be read.
-        """
-        steps = self.newest() if steps is None else steps
-        found = read_first(
-            [Candidate(step=step, open=partial(self.open, step)) for step in steps],
-            read,
-            agree=agree,
-            distrust=self.distrust,
-            where=str(self.folder),
-        )
-        return None if found is None else Restored(step=found[0].step, skipped=found[1])
 
     def distrust(self, step: int, fault: str) -> None:
         """A step that cannot be read is not verified any more, and is written anew when reached again."""

@@ -26,12 +26,12 @@ from sirara.checkpoint.export import with_generation_files
 from sirara.checkpoint.find import find
 from sirara.checkpoint.hf import HfReader, hf_config
 from sirara.checkpoint.job import SaveOutcome
-from sirara.checkpoint.manager import CheckpointManager, PlannedTensor, Restored, State
+from sirara.checkpoint.manager import CheckpointManager, PlannedTensor, State
 from sirara.checkpoint.node_views import open_nodes
 from sirara.checkpoint.object import ObjectTier
 from sirara.checkpoint.partial import WeightsReport
 from sirara.checkpoint.reader import Snapshot
-from sirara.checkpoint.restore import Restorer
+from sirara.checkpoint.restore import Restored, Restorer
 from sirara.checkpoint.space import memory_folder
 from sirara.comm.world import World, connect, connect_axes, disconnect
 from sirara.config.load import model_shape, weights_folder
@@ -424,7 +424,7 @@ class Trainer:
     def due_tiers(self, *, requested: bool = False) -> tuple[str, ...]:
         """The tiers of a save of this step: those that are due, all of them when somebody has asked for it."""
         # What asked may be a save that was put off; its tiers are known.
-        if requested and not self.manager.put_off:
+        if requested and not self.manager.ledger.put_off:
             return self.manager.tiers
         return self.manager.due_tiers(self.step, self.config.checkpoint.every)
 
@@ -441,7 +441,7 @@ class Trainer:
     def save_wish(self, *, deadline: float | None = None) -> int:
         """What this rank asks of the next step for the sake of saves: SAVE for one that was put off, STOP when a save
         after one more step would not end before `deadline`, GIVE_UP after too many failures in a row, otherwise 0."""
-        if self.manager.failures.fatal:
+        if self.manager.ledger.failures.fatal:
             return GIVE_UP
         if self._pace.must_stop(deadline, step_s=self.timings.get("time/step_s", 0.0)):
             return STOP
@@ -450,7 +450,7 @@ class Trainer:
     def give_up(self, *, alive: Callable[[], object] = lambda: None) -> StorageError:
         """The error that ends a run which cannot save any more; the state is kept in memory where there is such a
         tier."""
-        count = self.manager.failures.in_a_row  # a save to memory is no failure and forgets them
+        count = self.manager.ledger.failures.in_a_row  # a save to memory is no failure and forgets them
         kept = "memory" in self.manager.tiers
         if kept:
             self.start_save(tiers=("memory",), patient=True, alive=alive)

@@ -31,6 +31,7 @@ from tests.checkpoints import (
     plan_of,
     ranges_of,
     replicated,
+    restore,
     save,
     small_state,
 )
@@ -343,7 +344,7 @@ def test_restore_takes_the_newest_step_that_reads_well_and_tells_why_not_the_new
     m = manager(tmp_path)
     got = {}
     with caplog.at_level(logging.WARNING, logger="sirara"):
-        found = m.restore(lambda snapshot: got.update(load(snapshot, state)))
+        found = restore(m, lambda snapshot: got.update(load(snapshot, state)))
     assert found.step == 2 and [s for s, _ in found.skipped] == [4, 3]
     assert "optim-0-0.safetensors is missing" in found.skipped[0][1]
     assert "model.safetensors: its bytes hash to" in found.skipped[1][1]
@@ -368,7 +369,7 @@ def test_a_step_that_could_not_be_read_is_written_anew_and_counts_no_more_until_
             aliases={},
         )
 
-    assert m.restore(lambda snapshot: load(snapshot, state) and None).step == 2
+    assert restore(m, lambda snapshot: load(snapshot, state) and None).step == 2
     assert not (path / "verified.json").exists()
     again(4)
     assert m.newest() == [4, 3, 2]  # 3 is no good, so 2 is the second one
@@ -394,18 +395,18 @@ def test_all_ranks_take_the_step_that_every_rank_can_read(tmp_path):
             barrier.wait()
             return first
 
-        return manager(tmp_path, rank=rank, world=2).restore(read, agree=agree)
+        return restore(manager(tmp_path, rank=rank, world=2), read, agree=agree)
 
     for found in in_ranks(2, one):
         assert found.step == 1 and found.skipped == ((2, "only rank 1 sees this"),)
 
 
 def test_restore_of_an_empty_run_is_none_and_of_a_ruined_one_an_error(tmp_path):
-    assert manager(tmp_path / "new").restore(lambda snapshot: None) is None
+    assert restore(manager(tmp_path / "new"), lambda snapshot: None) is None
     for step in (1, 2):
         (save(tmp_path, step, small_state()) / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match="none of the 2 steps that were found") as caught:
-        manager(tmp_path).restore(lambda snapshot: None)
+        restore(manager(tmp_path), lambda snapshot: None)
     assert "step 2: " in str(caught.value) and "step 1: " in str(caught.value)
 
 

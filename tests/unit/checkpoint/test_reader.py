@@ -10,7 +10,7 @@ from sirara.checkpoint.ranges import NamedRange
 from sirara.checkpoint.reader import Snapshot
 from sirara.errors import CheckpointError, InvariantError
 from sirara.pure.layout import Box, whole
-from tests.checkpoints import differing, even, flip_bit, load, manager, ranges_of, save, small_state
+from tests.checkpoints import differing, even, flip_bit, load, manager, ranges_of, restore, save, small_state
 
 
 def one_range(tensor, like, data):
@@ -92,7 +92,7 @@ def test_a_manifest_swapped_in_from_another_step_is_refused(tmp_path):
     shutil.copy(a / "manifest.json", b / "manifest.json")
     with pytest.raises(CheckpointError, match="holds step 4"):
         manager(tmp_path).open(5)
-    assert manager(tmp_path).restore(lambda s: load(s, small_state(4)) and None).step == 4
+    assert restore(manager(tmp_path), lambda s: load(s, small_state(4)) and None).step == 4
 
 
 def test_a_folder_without_manifest_is_not_a_checkpoint(tmp_path):
