@@ -45,7 +45,7 @@ def measure(k, m, size):
 
     def encode():
         for c in chunks():
-            isal.encode([d[c] for d in data], [p[c] for p in parity])
+            isal.combine(erasure.coefficients(k, m), [d[c] for d in data], [p[c] for p in parity])
 
     def update():
         for j in range(k):
@@ -54,10 +54,11 @@ def measure(k, m, size):
 
     encode()
     left = {i: b for i, b in enumerate([*data, *parity]) if i not in lost}
+    have = sorted(left)[:k]
 
     def decode():
         for c in chunks():
-            isal.decode({i: b[c] for i, b in left.items()}, k, m, want=lost, targets=[o[c] for o in out])
+            isal.combine(erasure.decoding(k, m, have, lost), [left[i][c] for i in have], [o[c] for o in out])
 
     total = k * length / 1e9
     rates = {

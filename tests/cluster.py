@@ -10,7 +10,8 @@ from pathlib import Path
 
 from sirara.checkpoint.generation import GenerationStore
 from sirara.checkpoint.image import Image
-from sirara.checkpoint.nodes import NodeTiers, TierResult
+from sirara.checkpoint.job import TierResult
+from sirara.checkpoint.nodes import NodeTiers
 from sirara.config.schema import TierConfig
 from tests.checkpoints import in_ranks
 from tests.generations import RUN, arena_of, image_of, manifest_of, save_plan

@@ -38,19 +38,6 @@ def combine(matrix_nk: np.ndarray, sources: Sequence[Bytes], targets: Sequence[B
         )
 
 
-def encode(sources: Sequence[Bytes], targets: Sequence[Bytes]) -> None:
-    """Fills the blocks of parity of k blocks of data."""
-    combine(erasure.coefficients(len(sources), len(targets)), sources, targets)
-
-
-def decode(
-    blocks: dict[int, Bytes], k: int, m: int, *, want: Sequence[int], targets: Sequence[Bytes]
-) -> None:
-    """Fills the wanted blocks of data from any k blocks by their number."""
-    have = sorted(blocks)[:k]
-    combine(erasure.decoding(k, m, have, want), [blocks[i] for i in have], targets)
-
-
 def encode_update(coefficient: int, block: Bytes, target: Bytes) -> None:
     """target += coefficient * block: one block of data added to one of parity, in any order."""
     source, sink = _array(block), _array(target)

@@ -37,10 +37,7 @@ from sirara.config.schema import TierConfig
 from sirara.errors import CommError, CommTimeout, ConfigError, SiraraError, StorageError
 from sirara.pure.copies import parity_layout, peer_layout
 
-__all__ = ["NodeTiers", "TierResult", "is_node_tier"]
-
 _log = logging.getLogger("sirara")
-_SENDERS = 8
 _SAVES = 4  # whose reports are remembered
 _LOOK_S = 0.25  # how often it is asked whether there is hope for missing reports
 
@@ -190,9 +187,8 @@ class NodeTiers:
     def _keep_own(self, image: Image, data: memoryview, arena: Path | None, due: Sequence[str]) -> int:
         store = self._store_of["memory"]
         if arena is None or (self._own_copy and {"peer", "parity"} & set(due)):
-            store.put_image(image, data)
-        else:
-            store.note_arena(image, arena)
+            return self._keep_copy(store, image, data)
+        store.note_arena(image, arena)
         return image.size
 
     def _keep_copy(self, store: GenerationStore, image: Image, data: memoryview) -> int:
@@ -275,9 +271,7 @@ class NodeTiers:
             except SiraraError as fault:
                 faults[node] = one_line(fault)
 
-        nodes = range(self._colleagues.nodes)
-        with ThreadPoolExecutor(max_workers=_SENDERS) as pool:
-            list(pool.map(tell, nodes))
+        self._colleagues.each(tell, range(self._colleagues.nodes))
         return faults
 
     def _tell_node(self, node: int, request: dict[str, Any], payload: bytes, until: float) -> None:

@@ -17,7 +17,7 @@ from sirara.checkpoint.generation import CHUNK_BYTES, GenerationStore
 from sirara.checkpoint.image import Image
 from sirara.checkpoint.link import Connection
 from sirara.checkpoint.parity import ParityBuilder, StripeName, block_range
-from sirara.checkpoint.serve import one_line, send_chunks
+from sirara.checkpoint.serve import one_line, receive_chunk, send_chunks
 from sirara.errors import CheckpointError, CommError, SiraraError
 from sirara.pure.copies import ParityLayout, Stripes
 
@@ -92,21 +92,16 @@ class ParityGroup:
             buffer = memoryview(bytearray(min(length, CHUNK_BYTES)))
             at = 0
             while at < length:
-                header, length_here = connection.receive(most=min(len(buffer), length - at))
-                part = buffer[:length_here]
-                connection.receive_into(part)
-                if int(header["at"]) != at or not length_here:
+                size, digest = receive_chunk(connection, at, buffer[: length - at])
+                part = buffer[:size]
+                if xxhash.xxh3_128_hexdigest(part) != digest:
                     raise CommError(
-                        f"{connection.name} sends byte {header['at']}, {at} is next", code="SR710"
-                    )
-                if xxhash.xxh3_128_hexdigest(part) != header["hash"]:
-                    raise CommError(
-                        f"bytes {at} to {at + length_here} of a block of rank {image.rank}'s image of step "
+                        f"bytes {at} to {at + size} of a block of rank {image.rank}'s image of step "
                         f"{image.step} arrived damaged",
                         code="SR713",
                     )
                 builder.add(column, at, part)
-                at += length_here
+                at += size
             builder.end(column, image)
         except (SiraraError, KeyError, TypeError, ValueError) as fault:
             builder.give_up(

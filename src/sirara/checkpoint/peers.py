@@ -4,8 +4,8 @@ from sirara.checkpoint.colleagues import Colleagues
 from sirara.checkpoint.generation import CHUNK_BYTES, GenerationStore
 from sirara.checkpoint.image import Image
 from sirara.checkpoint.link import Connection
-from sirara.checkpoint.serve import send_chunks
-from sirara.errors import CheckpointError, CommError
+from sirara.checkpoint.serve import receive_chunk, send_chunks
+from sirara.errors import CheckpointError
 from sirara.pure.copies import PeerLayout
 
 
@@ -43,17 +43,11 @@ class PeerCopies:
         try:
             at = 0
             while at < image.size:
-                header, length = connection.receive(most=min(CHUNK_BYTES, image.size - at))
-                if int(header["at"]) != at or not length:
-                    raise CommError(
-                        f"{connection.name} sends byte {header['at']}, {at} is next", code="SR710"
-                    )
-                part = slot.data[at : at + length]
+                part = slot.data[at : at + CHUNK_BYTES]
                 try:
-                    connection.receive_into(part)
+                    at += receive_chunk(connection, at, part)[0]
                 finally:
                     part.release()
-                at += length
             bad = image.faults(slot.data)
             if bad:
                 raise CheckpointError(

@@ -229,6 +229,15 @@ def send_chunks(connection: Connection, data: memoryview, *, hashed: bool) -> No
         connection.send({"at": at, "hash": xxhash.xxh3_128_hexdigest(part) if hashed else ""}, [part])
 
 
+def receive_chunk(connection: Connection, at: int, buffer: memoryview) -> tuple[int, str]:
+    """One frame of `send_chunks`, that of byte `at`, into the beginning of the buffer; returns (bytes, hash or "")."""
+    header, size = connection.receive(most=len(buffer))
+    if int(header["at"]) != at or not size:
+        raise CommError(f"{connection.name} sends byte {header['at']}, {at} is next", code="SR710")
+    connection.receive_into(buffer[:size])
+    return size, str(header["hash"])
+
+
 def one_line(fault: SiraraError) -> str:
     """A fault as one sentence: what, where and the numbers."""
     where = f" [{fault.where}]" if fault.where else ""
