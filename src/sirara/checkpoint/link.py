@@ -9,6 +9,7 @@ has failed, however far the deadline of the whole is; every error names the othe
 """
 
 import contextlib
+import fcntl
 import hmac
 import json
 import logging
@@ -18,7 +19,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ _MAGIC = b"SRL1"
 _MOST_HEADER = 1 << 20
 _MOST_BUFFERS = 64
 MOST_PAYLOAD = 1 << 30
+_FAR_AWAY = "198.51.100.1"  # in no network (RFC 5737): only the default route leads there
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
 
 # What a request that is not well-formed raises where it is read.
 _MALFORMED = (KeyError, TypeError, ValueError)
@@ -313,13 +316,39 @@ class Server:
 
 
 def own_host(other: str) -> str:
-    """The address by which this machine reaches `other` (a host name): others reach it by the same."""
+    """The address by which this machine reaches `other` (a name or an address): others reach it by the same.
+
+    A name that stands for a loopback address here is this machine's own one (Debian has it at 127.0.1.1): other
+    machines know that name by an address in the network, so this machine's first one is taken, loopback only if there
+    is none. "localhost" and loopback addresses, said as such, mean that all ranks are on this machine: they stay.
+    """
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((other, 9))
-            return probe.getsockname()[0]
+        address = socket.gethostbyname(other)
+        found = _address_towards(address)
     except OSError as fault:
         raise CommError(f"no network leads to {other}: {fault}", code="SR711") from fault
+    is_own_name = found.startswith("127.") and other not in ("localhost", address)
+    return next(_addresses(), found) if is_own_name else found
+
+
+def _address_towards(address: str) -> str:
+    """The source of what is sent there; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return probe.getsockname()[0]
+
+
+def _addresses() -> Iterator[str]:
+    """This machine's IPv4 addresses but loopback: that of the default route, then those of its interfaces."""
+    with contextlib.suppress(OSError):  # there may be no default route
+        yield _address_towards(_FAR_AWAY)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # this one has no address
+                raw = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found = socket.inet_ntoa(raw[20:24])
+                if not found.startswith("127."):
+                    yield found
 
 
 # ---- handshake

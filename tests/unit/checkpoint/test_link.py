@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from sirara.checkpoint import link
 from sirara.checkpoint.link import Peer, Server, Who, own_host
 from sirara.errors import CheckpointError, CommError, CommTimeout, StorageError
 
@@ -244,3 +245,23 @@ def test_the_own_address_is_that_of_the_route():
     assert own_host("127.0.0.1") == "127.0.0.1"
     with pytest.raises(CommError, match="no network leads to"):
         own_host("no-such-host.invalid")
+
+
+@pytest.mark.parametrize("own", [["10.0.0.7", "10.1.0.7"], []])
+def test_an_own_name_that_is_loopback_here_gives_an_address_that_others_can_reach(monkeypatch, own):
+    """Debian's /etc/hosts has the own name at 127.0.1.1."""
+    known = {"node0": "127.0.1.1", "localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
+    monkeypatch.setattr(socket, "gethostbyname", known.__getitem__)
+    monkeypatch.setattr("sirara.checkpoint.link._addresses", lambda: iter(own))
+    host = own_host("node0")
+    assert host == "10.0.0.7" if own else host.startswith("127.")
+    assert own_host("localhost") == own_host("127.0.0.1") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("far", [link._FAR_AWAY, "255.255.255.255"], ids=["routed", "no route"])
+def test_own_addresses_are_not_loopback_and_can_be_served_at(monkeypatch, far):
+    monkeypatch.setattr(link, "_FAR_AWAY", far)  # a broadcast address is refused, like one without a route
+    for host in link._addresses():
+        assert not host.startswith("127.")
+        with socket.create_server((host, 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
