@@ -17,6 +17,7 @@ from math import prod
 import numpy as np
 
 from sirara.errors import InvariantError
+from sirara.pure.holders import Shapes
 from sirara.pure.layout import Box, box_runs, cut_box
 from sirara.pure.planned import (
     HEADER_ALIGN,
@@ -37,7 +38,7 @@ from sirara.pure.planned import (
     weight_file,
     weight_index,
 )
-from sirara.pure.regions import Regions, Shapes, assign
+from sirara.pure.regions import Regions, assign
 
 __all__ = [
     "FILE_BYTES",
