@@ -447,8 +447,9 @@ def plan_times():
 
     from sirara.checkpoint.image import image_plan
     from sirara.pure.layout import range_boxes
-    from sirara.pure.manifest import FileEntry, Manifest, Pieces, TensorEntry, parse_manifest
+    from sirara.pure.manifest import parse_manifest
     from sirara.pure.saveplan import PlannedTensor, SavePlan, plan_save
+    from tests.manifests import grid_manifest
 
     found = {}
     for spread in (2, 16, 64):
@@ -468,32 +469,8 @@ def plan_times():
     began = time.process_time()
     again = SavePlan.from_bytes(plan.to_bytes())
     found[f"plan to bytes and back, {len(again.columns)} pieces"] = time.process_time() - began
-    n, t = 1_000_000, 1000
-    per = n // t
-    manifest = Manifest(
-        uuid="u",
-        run="r",
-        step=1,
-        tokens=0,
-        attempt=1,
-        layout={},
-        versions={},
-        aliases={},
-        record={},
-        files=tuple(
-            FileEntry(name=f"f{i}", size=4096 + per * 1024, head=4096, hash="0" * 32) for i in range(t)
-        ),
-        tensors=tuple(TensorEntry(name=f"t{i}", dtype="F32", shape=(64 * per, 4)) for i in range(t)),
-        pieces=Pieces(
-            tensor=np.repeat(np.arange(t), per),
-            offset=np.stack([np.tile(np.arange(per) * 64, t), np.zeros(n, np.int64)], 1).reshape(-1),
-            size=np.tile([64, 4], n),
-            file=np.repeat(np.arange(t), per),
-            position=np.tile(np.arange(per) * 1024 + 4096, t),
-            length=np.full(n, 1024),
-            hashes=np.random.default_rng(0).bytes(16 * n),
-        ),
-    )
+    n = 1_000_000
+    manifest = grid_manifest(n, tensors=1000)
     began = time.process_time()
     raw = manifest.to_bytes()
     found[f"manifest of {n} pieces written, {len(raw) / 1e6:.0f} MB"] = time.process_time() - began
