@@ -21,6 +21,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sirara.checkpoint.multipart import Multiparts
+from sirara.config.check_tiers import STORE_URLS
 from sirara.errors import CheckpointError, ConfigError, StorageError
 
 HAVE_OBSTORE = importlib.util.find_spec("obstore") is not None
@@ -340,7 +341,7 @@ def _open(url: str, options: Mapping[str, str], patience_s: float) -> Any:
             f"the object store {url} cannot be used",
             code="SR160",
             why=str(fault).partition("\n")[0],
-            try_="give s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder",
+            try_=[f"url: {u}" for u in STORE_URLS],
         ) from fault
 
 

@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 
 from sirara.checkpoint.space import Seats, check_before_training, planned_needs
-from sirara.config.check import SIZES, check_layout, check_nodes, frozen_names, value_of
+from sirara.config.check import SIZES, check_layout, frozen_names, value_of
+from sirara.config.check_tiers import check_nodes
 from sirara.config.load import model_shape, weights_folder
 from sirara.config.run_folder import RunFolder
 from sirara.config.schema import RunConfig

@@ -1,7 +1,8 @@
 """What must hold between values of a configuration, and what this version does not run yet.
 
 Each raises a ConfigError whose `where` is the dotted key at fault; `config.load` adds the file and line.
-`runs_now` and `values_fit` need the configuration alone, `check_layout` the sizes of the model as well.
+`runs_now` and `values_fit` need the configuration alone, `check_layout` the sizes of the model as well; the tiers
+of checkpoints have a file of their own (check_tiers.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from sirara.pure.schedule import SPLIT_BACKWARD, chunks_of, rank_of
 from sirara.pure.split import blocks_per_stage, split_units, unit_costs
 
 if TYPE_CHECKING:
-    from sirara.config.schema import RunConfig, TierConfig
+    from sirara.config.schema import RunConfig
 
 # key, the values that run, what works now
 _RUNS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -42,7 +43,10 @@ def runs_now(config: "RunConfig") -> None:
         value = value_of(config, key)
         if not runs(value):
             raise ConfigError(
-                f"{key}={_yaml(value)} does not run yet", code="SR120", where=key, try_=[f"works now: {now}"]
+                f"{key}={as_yaml(value)} does not run yet",
+                code="SR120",
+                where=key,
+                try_=[f"works now: {now}"],
             )
 
 
@@ -51,8 +55,7 @@ def values_fit(config: "RunConfig") -> None:
 
     Raises:  ConfigError or LayoutError naming the keys, the numbers and values that would fit.
     """
-    tests = (_batch, _lr_schedule, _optimizer, _mesh, _pipeline, _sharding, _model_source, _names)
-    for test in (*tests, _tiers, _intervals, _keeping):
+    for test in (_batch, _lr_schedule, _optimizer, _mesh, _pipeline, _sharding, _model_source, _names):
         test(config)
 
 
@@ -89,7 +92,7 @@ def frozen_names(globs: Sequence[str], units: Sequence[UnitSpec]) -> frozenset[s
         frozen.update(found)
     if len(frozen) == len(names):
         raise ConfigError(
-            f"train.freeze={_yaml(list(globs))} leaves nothing to train",
+            f"train.freeze={as_yaml(list(globs))} leaves nothing to train",
             where="train.freeze",
             why=f"all {len(names)} tensors match",
         )
@@ -102,6 +105,15 @@ def value_of(config: "RunConfig", key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, {"async": "async_", "from": "from_", "schema": "schema_"}.get(part, part))
     return value
+
+
+def as_yaml(value: object) -> str:
+    """A value as a file of ours spells it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(map(str, value)) + "]"
+    return "null" if value is None else str(value)
 
 
 def _batch(config: "RunConfig") -> None:
@@ -148,7 +160,7 @@ def _optimizer(config: "RunConfig") -> None:
         value, default = getattr(optimizer, key), type(optimizer).model_fields[key].default
         if optimizer.name not in names and value != default:
             raise ConfigError(
-                f"train.optimizer.{key}={_yaml(value)} has no meaning for {optimizer.name}",
+                f"train.optimizer.{key}={as_yaml(value)} has no meaning for {optimizer.name}",
                 where=f"train.optimizer.{key}",
                 try_=["leave it out", *(f"train.optimizer.name={name}" for name in names)],
             )
@@ -336,133 +348,6 @@ def _names(config: "RunConfig") -> None:
         seen[source.name] = i
 
 
-def _tiers(config: "RunConfig") -> None:
-    seen: dict[str, int] = {}
-    for i, tier in enumerate(config.checkpoint.tiers):
-        where = f"checkpoint.tiers.{i}"
-        if tier.tier in seen:
-            raise ConfigError(
-                f"checkpoint.tiers names {tier.tier} twice",
-                where=where,
-                why=f"checkpoint.tiers.{seen[tier.tier]} is {tier.tier} too",
-                try_=["one of them"],
-            )
-        seen[tier.tier] = i
-        for key, names in _KEYS_OF_TIERS.items():
-            value, default = getattr(tier, key), type(tier).model_fields[key].default
-            if tier.tier not in names and value != default:
-                raise ConfigError(
-                    f"{key}={_yaml(value)} has no meaning for the tier {tier.tier}",
-                    where=f"{where}.{key}",
-                    try_=["leave it out", *(f"tier: {name}" for name in names)],
-                )
-        _values_of_tier(where, tier)
-    if "disk" not in seen:
-        raise ConfigError(
-            "checkpoint.tiers has no disk",
-            where="checkpoint.tiers",
-            why="a run ends, stops and resumes by the steps in its folder; the other tiers are copies",
-            try_=[f"checkpoint.tiers={_yaml([*seen, 'disk'])}"],
-        )
-
-
-def _values_of_tier(where: str, tier: "TierConfig") -> None:
-    if tier.path is not None and set("{}") & set(str(tier.path).replace("{node}", "")):
-        raise ConfigError(
-            f"path={tier.path} has another word in braces than {{node}}",
-            where=f"{where}.path",
-            why="{node} becomes the number of the node; nothing else is replaced",
-            try_=["path: /dev/shm/sirara/{node}"],
-        )
-    if tier.tier == "object" and (tier.url is None or "://" not in tier.url):
-        raise ConfigError(
-            f"the tier object needs a url, not {_yaml(tier.url)}",
-            where=f"{where}.url",
-            try_=["{tier: object, url: s3://BUCKET/PREFIX}"],
-        )
-    if tier.tier == "parity" and tier.data + tier.parity > MOST_BLOCKS:
-        raise ConfigError(
-            f"parity {tier.data}+{tier.parity} asks for more than {MOST_BLOCKS} nodes in a group",
-            where=f"{where}.data",
-            why="the code works in a field of 256 elements",
-            try_=["data: 8, parity: 2"],
-        )
-
-
-def check_nodes(config: "RunConfig", nodes: int) -> None:
-    """Whether a run that starts has the nodes that its tiers ask for. One that goes on may have lost some.
-
-    Raises:  ConfigError naming the tier and the numbers.
-    """
-    for i, tier in enumerate(config.checkpoint.tiers):
-        where, peer = f"checkpoint.tiers.{i}", tier.tier == "peer"
-        asked = tier.copies if peer else tier.data + tier.parity if tier.tier == "parity" else 1
-        if asked > nodes:
-            fitting = [f"copies: {nodes}"] if peer else [f"data: {nodes - 1}, parity: 1"]
-            raise ConfigError(
-                f"the tier {tier.tier} asks for {asked} nodes, the run has {nodes}",
-                where=where,
-                why=f"copies={tier.copies}, each on another node"
-                if peer
-                else f"data={tier.data} + parity={tier.parity}, each block on another node",
-                try_=[*(fitting if nodes > 1 else []), f"leave {tier.tier} out"],
-            )
-        if tier.domains and len(tier.domains) != nodes:
-            raise ConfigError(
-                f"the tier {tier.tier} has {len(tier.domains)} domains for {nodes} nodes",
-                where=f"{where}.domains",
-                why="each node has one, in the order of their numbers",
-                try_=[f"{nodes} domains"],
-            )
-
-
-def _intervals(config: "RunConfig") -> None:
-    checkpoint = config.checkpoint
-    every = {t.tier: t.every or checkpoint.every for t in checkpoint.tiers}
-    disk, store = every["disk"], every.get("object")
-    if store and (disk is None or store % disk):
-        raise ConfigError(
-            f"the tier object saves every {store} steps, the tier disk "
-            + (f"every {disk}" if disk else "at the end and on request only"),
-            where=next(f"checkpoint.tiers.{i}" for i, t in enumerate(checkpoint.tiers) if t.tier == "object"),
-            why="what goes to the object store is read from the step's folder",
-            try_=[f"every: {-(-store // disk) * disk}" if disk else f"checkpoint.every={store}"],
-        )
-
-
-def _keeping(config: "RunConfig") -> None:
-    best = config.checkpoint.keep_best
-    if best is None:
-        return
-    known = [f"eval/{source.name}/loss" for source in config.data.eval]
-    if best not in known:
-        raise ConfigError(
-            f"checkpoint.keep_best={best} is no metric of this run",
-            where="checkpoint.keep_best",
-            why=f"there are {', '.join(known)}" if known else "data.eval is empty",
-            try_=[f"checkpoint.keep_best={k}" for k in get_close_matches(best, known, n=3, cutoff=0.0)],
-        )
-    if config.train.eval_every is None:
-        raise ConfigError(
-            f"checkpoint.keep_best={best} needs evaluations beside the last one",
-            where="checkpoint.keep_best",
-            why="train.eval_every=null",
-            try_=[f"train.eval_every={config.checkpoint.every}"] if config.checkpoint.every else [],
-        )
-
-
-MOST_BLOCKS = 255
-"""Of a Reed-Solomon group over GF(2^8): data and parity."""
-
-_KEYS_OF_TIERS = {
-    "copies": ("peer",),
-    "data": ("parity",),
-    "parity": ("parity",),
-    "domains": ("peer", "parity"),
-    "url": ("object",),
-    "options": ("object",),
-    "path": ("memory", "peer", "parity", "disk"),
-}
 _KEYS_OF_OPTIMIZERS = {
     "eps": ("adamw", "muon"),
     "momentum": ("muon",),
@@ -480,11 +365,3 @@ SIZES = (
 
 def _divisor_below(number: int, near: int) -> int:
     return max(d for d in range(1, min(near, number, 65_536) + 1) if number % d == 0)
-
-
-def _yaml(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ", ".join(map(str, value)) + "]"
-    return "null" if value is None else str(value)

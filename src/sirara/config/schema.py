@@ -1,8 +1,8 @@
 """The configuration as types: every key, its default, its limits. Nothing is accepted and ignored.
 
 One class is one section; a part of Sirara takes its own section, never the root. What a single value may be
-is said here; what must hold between values, and what does not run yet, is in `config.check`, called by
-`RunConfig`.
+is said here; what must hold between values, and what does not run yet, is in `config.check` and
+`config.check_tiers`, called by `RunConfig`.
 """
 
 import re
@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from sirara.config import check
+from sirara.config import check, check_tiers
 from sirara.config.units import format_size, format_time, parse_size_bytes, parse_time_s
 from sirara.pure.schedule import chunks_of
 
@@ -286,7 +286,7 @@ class TierConfig(Section):
     every: Positive | None = Field(default=None, description="steps; null: as checkpoint.every")
     path: Path | None = Field(
         default=None,
-        description="memory, peer, parity: folder in shared memory; disk: folder of the node's own disk "
+        description="absolute. memory, peer, parity: folder in shared memory; disk: folder of the node's own disk "
         "(null: the run folder, shared). {node} in it becomes the number of the node",
     )
     copies: Annotated[int, Field(ge=2)] = Field(
@@ -375,6 +375,7 @@ class RunConfig(Section):
         if info.context != ON_PAPER:
             check.runs_now(self)
         check.values_fit(self)
+        check_tiers.tiers_fit(self)
         return self
 
 

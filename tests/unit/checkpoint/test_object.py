@@ -15,6 +15,7 @@ from sirara.checkpoint.filecheck import FileCheck, checked_chunks
 from sirara.checkpoint.multipart import Multiparts
 from sirara.checkpoint.object import ObjectTier, deal
 from sirara.checkpoint.reader import Snapshot
+from sirara.config.check_tiers import STORE_SCHEMES
 from sirara.errors import CheckpointError, ConfigError
 from sirara.pure.manifest import MANIFEST, parse_manifest
 from tests.checkpoints import differing, even, flip_bit, load, save, small_state
@@ -104,6 +105,13 @@ def test_ranges_are_filled_across_buffers_and_a_short_object_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="missing"):
         store.read("a/c", [memoryview(bytearray(10))], 0)
     assert store.get("a/c") is None
+
+
+@pytest.mark.parametrize("scheme", STORE_SCHEMES)
+def test_the_schemes_that_a_configuration_may_name_are_known_to_the_store(tmp_path, scheme):
+    place = {"file": str(tmp_path), "memory": "/"}.get(scheme, "place/runs")
+    azure = scheme in ("az", "azure", "adl", "abfs", "abfss")
+    Bucket(f"{scheme}://{place}", {"account_name": "a"} if azure else {})
 
 
 @pytest.mark.parametrize("chunk", [1000, 4096, 1 << 20])

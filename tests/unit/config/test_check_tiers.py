@@ -1,8 +1,10 @@
 """Tiers, intervals and retention that cannot work are refused with the file still open."""
 
+from pathlib import Path
+
 import pytest
 
-from sirara.config.check import check_nodes
+from sirara.config.check_tiers import STORE_URLS, check_nodes
 from sirara.config.schema import RunConfig
 from sirara.errors import ConfigError
 
@@ -41,6 +43,7 @@ def refused(**settings) -> ConfigError:
         ],
         ["disk", {**OBJECT, "every": 30, "options": {"endpoint": "http://127.0.0.1:1"}}],
         [{"tier": "disk", "every": 7}, {**OBJECT, "every": 21}],
+        *(["disk", {"tier": "object", "url": url}] for url in (*STORE_URLS, "S3://bucket/runs")),
     ],
 )
 def test_tiers_that_can_work_are_accepted(tiers):
@@ -78,6 +81,30 @@ def test_options_of_a_store_are_texts_whatever_yaml_makes_of_them():
             "another word in braces than {node}",
             "checkpoint.tiers.1.path",
             "{node}",
+        ),
+        (
+            ["disk", {"tier": "memory", "path": "shm/{node}"}],
+            "path=shm/{node} is not absolute",
+            "checkpoint.tiers.1.path",
+            f"path: {Path.cwd()}/shm/{{node}}",
+        ),
+        (
+            [{"tier": "disk", "path": "~/{node}"}],
+            "path=~/{node} is not absolute",
+            "checkpoint.tiers.0.path",
+            f"path: {Path.home()}/{{node}}",
+        ),
+        (
+            ["disk", {"tier": "object", "url": "hdfs://bucket/runs"}],
+            "url=hdfs://bucket/runs is of no store that is known",
+            "checkpoint.tiers.1.url",
+            "url: gs://BUCKET/PREFIX",
+        ),
+        (
+            ["disk", {"tier": "object", "url": "http://127.0.0.1:9000"}],
+            "url=http://127.0.0.1:9000 is of no store that is known",
+            "checkpoint.tiers.1.url",
+            "url: s3://BUCKET/PREFIX, options: {endpoint: http://127.0.0.1:9000}",
         ),
         (
             ["disk", {"tier": "memory", "copies": 3}],
