@@ -13,7 +13,7 @@ from sirara.errors import ConfigError
 from sirara.launch.external import Launcher
 from sirara.launch.local import count_gpus
 from sirara.plan.constants import fitted
-from sirara.plan.explain import search_record
+from sirara.plan.explain_search import search_record
 from sirara.plan.from_config import cluster_of
 from sirara.plan.hardware import Accelerator, find, table
 from sirara.plan.layouts import runnable_space

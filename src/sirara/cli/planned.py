@@ -15,12 +15,14 @@ from sirara.config.units import parse_size_bytes
 from sirara.data.sources import tokenizer_of
 from sirara.errors import ConfigError, PlanError, SiraraError
 from sirara.plan.constants import fitted
-from sirara.plan.explain import SOURCES, as_html, changes_text, search_record, search_text, text
+from sirara.plan.explain import SOURCES, changes_text, text
+from sirara.plan.explain_search import search_record, search_text
 from sirara.plan.from_config import cluster_of, degree_of_dp
 from sirara.plan.goodput import Reliability
 from sirara.plan.hardware import Cluster, table
 from sirara.plan.hardware import load as load_accelerator
 from sirara.plan.layouts import whole_space
+from sirara.plan.page import as_html
 from sirara.plan.search import Found, search, smaller
 from sirara.plan.verdict import Change, Plan, Setting, nearest, plan, refusal
 from sirara.pure.families import ModelShape

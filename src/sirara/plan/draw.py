@@ -9,11 +9,9 @@ matplotlib.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sirara.plan.explain import COLOURS, TERMS, played, terms_of
+from sirara.plan.explain import TERMS, played, terms_of
+from sirara.plan.page import COLOURS, SPAN_COLOURS
 from sirara.plan.verdict import GIB, Plan
-from sirara.pure.schedule import Kind
-
-_SPANS = {Kind.FORWARD: "#4269d0", Kind.BACKWARD: "#efb118", Kind.INPUT: "#efb118", Kind.WEIGHT: "#3ca951"}
 
 
 def picture(plan: Plan, path: str | Path) -> None:
@@ -72,7 +70,7 @@ def _schedule(ax: Axes, plan: Plan) -> None:
         ax.broken_barh(
             [(s.start_s, s.stop_s - s.start_s) for s in spans],
             (rank - 0.4, 0.8),
-            facecolors=[_SPANS[s.action.kind] for s in spans],
+            facecolors=[SPAN_COLOURS[s.action.kind] for s in spans],
             edgecolor="white",
             linewidth=0.4 if len(spans) < 100 else 0.0,
         )

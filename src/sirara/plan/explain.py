@@ -1,19 +1,16 @@
-"""A plan in words and pictures: tables, a memory bar per stage and a timeline for a terminal; the same as HTML.
+"""A plan in words: tables, a memory bar per stage and a timeline for a terminal.
 
-Nothing here decides or computes: it shows a `Plan` (verdict.py) or a `Found` (search.py).
+Nothing here decides or computes: it shows a `Plan` (verdict.py). The same as a page is in page.py, as a picture in
+draw.py; a search is in explain_search.py.
 """
 
-import html
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from sirara.plan.held import StageMemory
 from sirara.plan.residuals import Residual
-from sirara.plan.search import Found
 from sirara.plan.verdict import GIB, Change, Plan
 from sirara.pure.schedule import Kind
-from sirara.pure.simulate import Costs, Result, Span, simulate
+from sirara.pure.simulate import Costs, Result, simulate
 
 BAR = 46
 """Characters of a memory bar."""
@@ -28,10 +25,6 @@ TERMS = (
     ("work", "t", "loss, or the work of one block"),
     ("rest", "r", "allocator, context, libraries"),
 )
-COLOURS = {
-    "weights": "#4269d0", "gradients": "#efb118", "optimizer": "#ff725c", "window": "#6cc5b0",
-    "activations": "#3ca951", "work": "#a463f2", "rest": "#9c6b4e",
-}  # fmt: skip
 SOURCES = {
     "weights": "flat groups and their shards (pure/groups.py)",
     "gradients": "buffers of the reduction tree (pure/tree.py), played",
@@ -62,7 +55,7 @@ def text(plan: Plan, *, assumed: Sequence[str] = ()) -> str:
     """The whole plan for a terminal; a person reads it in a minute."""
     parts = [_head(plan, assumed), _memory(plan), _phases(plan), _time(plan), _pipeline(plan), _saves(plan)]
     return "\n\n".join(
-        "\n".join(lines) for lines in (*map(list, parts), [*_bars(plan), *_verdict(plan)]) if lines
+        "\n".join(lines) for lines in (*map(list, parts), [*_bars(plan), verdict_of(plan)]) if lines
     )
 
 
@@ -71,7 +64,7 @@ def _head(plan: Plan, assumed: Sequence[str]) -> Iterator[str]:
     cluster = plan.setting.cluster
     shape = plan.shape
     yield (
-        f"{c.name}: {shape.family}, {shape.layers} layers x {shape.hidden}, {size_of(plan.held, plan)} on "
+        f"{c.name}: {shape.family}, {shape.layers} layers x {shape.hidden}, {_size(plan)} on "
         f"{plan.gpus:,} x {cluster.accelerator.name}, {min(cluster.per_node, plan.gpus)} per node"
     )
     yield (
@@ -92,7 +85,7 @@ def _head(plan: Plan, assumed: Sequence[str]) -> Iterator[str]:
         yield f"  predicted only: {plan.not_run}"
 
 
-def size_of(_: object, plan: Plan) -> str:
+def _size(plan: Plan) -> str:
     """Parameters in words."""
     n = plan.as_record()["model"]["parameters"]
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M"
@@ -157,7 +150,7 @@ def _phases(plan: Plan) -> Iterator[str]:
 def _time(plan: Plan) -> Iterator[str]:
     error = _error(plan.bars.time)
     yield (
-        f"step {_seconds(plan.step_s)}{error}: {plan.tokens_per_s:,.0f} tokens/s "
+        f"step {duration(plan.step_s)}{error}: {plan.tokens_per_s:,.0f} tokens/s "
         f"({plan.tokens_per_s / plan.gpus:,.0f} per device), MFU {plan.mfu:.1%} "
         f"(causal half of attention; whole square {plan.mfu_whole:.1%}), HFU {plan.hfu:.1%}"
     )
@@ -168,9 +161,9 @@ def _time(plan: Plan) -> Iterator[str]:
         )
         if value < 5e-4 * plan.step_s and hidden < 5e-4 * plan.step_s:
             continue
-        beside = f"   + {_seconds(hidden)} hidden" if hidden > 0 else ""
+        beside = f"   + {duration(hidden)} hidden" if hidden > 0 else ""
         share = value / plan.step_s
-        yield f"  {name.replace('_', '-'):<14}{_seconds(value):>10}{share:>7.1%} {'#' * round(share * 40)}{beside}"
+        yield f"  {name.replace('_', '-'):<14}{duration(value):>10}{share:>7.1%} {'#' * round(share * 40)}{beside}"
 
 
 def played(plan: Plan) -> Result | None:
@@ -232,23 +225,23 @@ def _pipeline(plan: Plan) -> Iterator[str]:
 
 def _saves(plan: Plan) -> Iterator[str]:
     s, g = plan.saves, plan.goodput
-    tiers = ", ".join(f"{name} {_seconds(t)}" for name, t in s.tiers.items())
+    tiers = ", ".join(f"{name} {duration(t)}" for name, t in s.tiers.items())
     yield (
         f"checkpoint {s.bytes / 1e9:,.1f} GB in about {s.files} files; durable on {tiers}; "
-        f"training waits {_seconds(s.stall_s)}"
+        f"training waits {duration(s.stall_s)}"
     )
     every = (
-        f"every {s.every_steps} steps ({_seconds(g.every_s)})" if s.every_steps else "at the best interval"
+        f"every {s.every_steps} steps ({duration(g.every_s)})" if s.every_steps else "at the best interval"
     )
     steps = max(1, round(g.best_s / plan.step_s))
     yield (
-        f"goodput {g.ratio:.1%} {every}: a failure each {_seconds(g.failures_s)}, restart {_seconds(g.restart_s)}; "
-        f"best checkpoint.every={steps} ({_seconds(g.best_s)}): {g.best_ratio:.1%}"
+        f"goodput {g.ratio:.1%} {every}: a failure each {duration(g.failures_s)}, restart {duration(g.restart_s)}; "
+        f"best checkpoint.every={steps} ({duration(g.best_s)}): {g.best_ratio:.1%}"
     )
     money = "" if plan.money is None else f", {plan.money:,.0f} at {plan.setting.price_per_hour:g} an hour"
     tokens = plan.config.train.steps * plan.config.train.global_batch * plan.config.data.seq_len
     yield (
-        f"run of {plan.config.train.steps:,} steps, {tokens / 1e9:,.1f} B tokens: {_seconds(plan.run_s)}, "
+        f"run of {plan.config.train.steps:,} steps, {tokens / 1e9:,.1f} B tokens: {duration(plan.run_s)}, "
         f"{plan.gpu_hours:,.0f} device hours{money}"
     )
 
@@ -262,16 +255,16 @@ def _bars(plan: Plan) -> Iterator[str]:
         )
 
 
-def _verdict(plan: Plan) -> Iterator[str]:
+def verdict_of(plan: Plan) -> str:
+    """One line: whether it fits, and what the step is made of."""
     left = plan.setting.capacity_bytes - plan.device_bytes
     if not plan.fits:
-        yield f"does not fit: {-left / GIB:.1f} GiB too much on stage {plan.held.busiest.rank}"
-        return
+        return f"does not fit: {-left / GIB:.1f} GiB too much on stage {plan.held.busiest.rank}"
     exposed = {k: float(v[0]) for k, v in plan.times.exposed().items()}
     first = max(exposed, key=lambda k: exposed[k])
     waits = {k: exposed[k] for k in ("tp", "cp", "ep", "pp", "dp", "bubble", "offload", "launch")}
     second = max(waits, key=lambda k: waits[k])
-    yield (
+    return (
         f"fits, {left / GIB:.1f} GiB to spare; most of the step is {first.replace('_', '-')} "
         f"({exposed[first] / plan.step_s:.0%}), most of the waiting {second} ({waits[second] / plan.step_s:.0%})"
         + ("; does not run yet" if plan.not_run else "")
@@ -287,13 +280,14 @@ def changes_text(plan: Plan, changes: Sequence[Change], title: str) -> str:
             continue
         verdict = "fits" if c.fits else "does not fit"
         lines.append(
-            f"  {c.keys:<34}{_seconds(c.step_s):>10}{plan.step_s / c.step_s - 1:>+10.1%}{c.device_bytes / GIB:>12.1f}"
+            f"  {c.keys:<34}{duration(c.step_s):>10}{plan.step_s / c.step_s - 1:>+10.1%}{c.device_bytes / GIB:>12.1f}"
             f"  {verdict}{'' if c.runs else ', predicted only'}"
         )
     return "\n".join(lines)
 
 
-def _seconds(value: float) -> str:
+def duration(value: float) -> str:
+    """Seconds in the unit that a person would say."""
     if value >= 2 * 86_400:
         return f"{value / 86_400:.1f} d"
     if value >= 7200:
@@ -303,161 +297,3 @@ def _seconds(value: float) -> str:
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.2f} ms" if value >= 1e-3 or not value else f"{value * 1e6:.0f} us"
-
-
-# ---- a search
-
-
-def search_text(found: Found) -> str:
-    """The best layout's plan is `text`; this is what the search says beside it."""
-    best = min(found.best.step_s, *(a.step_s for a in found.alternatives), found.best.step_s)
-    lines = [
-        f"searched {found.layouts:,} layouts, {found.legal:,} legal, {found.fitting:,} fit: {found.seconds:.1f} s, "
-        f"{found.legal / max(found.seconds, 1e-9):,.0f} legal layouts a second; objective {found.objective}",
-        f"best          {_described(found.best_words)}",
-        f"              step {_seconds(found.best.step_s)}, device {found.best.device_bytes / GIB:.1f} GiB",
-    ]
-    if found.best.not_run:
-        lines[-1] += f"; predicted only: {found.best.not_run}"
-    if found.best_now is None:
-        lines.append("runs now      nothing that fits")
-    elif found.now_overrides != found.best_overrides:
-        now = found.best_now
-        lines += [
-            f"best that runs {_described(found.now_words)}",
-            f"              step {_seconds(now.step_s)} ({found.best.step_s / now.step_s - 1:+.1%} tokens/s), "
-            f"device {now.device_bytes / GIB:.1f} GiB",
-        ]
-    if found.numerics == "fast":
-        lines.append("numerics      nothing fits with numerics=exact; all of this is numerics=fast")
-    keys = found.now_overrides or found.best_overrides
-    lines += [
-        "to use it     " + " ".join(f"'{w}'" if " " in w else w for w in keys),
-        "",
-        "nearest alternatives",
-    ]
-    for a in found.alternatives:
-        later = "" if a.runs else ", predicted only"
-        lines.append(
-            f"  {_seconds(a.step_s):>9} {found.best.step_s / a.step_s - 1:>+7.1%}  {a.device_bytes / GIB:>6.1f} GiB  "
-            f"{_difference(found.best_words, a.words)}{later}"
-        )
-    lines += ["", "each knob at each value: the best step that it allows"]
-    lines += list(_knobs(found, best))
-    lines += ["", "left out"]
-    lines += [f"  {count:>10,}  {why}" for why, count in found.reasons.items()]
-    return "\n".join(lines)
-
-
-def _described(words: Mapping[str, str]) -> str:
-    quiet = {"cp": "1", "ep": "1", "offload": "none", "block": "auto", "sequence_parallel": "no"}
-    return "  ".join(f"{k} {v}" for k, v in words.items() if quiet.get(k) != v)
-
-
-def _difference(best: Mapping[str, str], other: Mapping[str, str]) -> str:
-    return ", ".join(f"{k} {best[k]} -> {v}" for k, v in other.items() if best[k] != v)
-
-
-def _knobs(found: Found, best: float) -> Iterator[str]:
-    name = ""
-    for s in found.sensitivity:
-        label = s.knob if s.knob != name else ""
-        name = s.knob
-        mark = "*" if s.chosen else " "
-        if s.reason:
-            yield f"  {label:<18}{s.value:>16} {mark} {s.reason}"
-        else:
-            yield f"  {label:<18}{s.value:>16} {mark}{_seconds(s.step_s):>10}{best / s.step_s - 1:>+8.1%}"
-
-
-def search_record(found: Found) -> dict[str, Any]:
-    """Plain data, for --json and plan.json."""
-    return {
-        "objective": found.objective,
-        "numerics": found.numerics,
-        "layouts": found.layouts,
-        "legal": found.legal,
-        "fitting": found.fitting,
-        "seconds": found.seconds,
-        "best": {
-            "words": dict(found.best_words),
-            "overrides": list(found.best_overrides),
-            "plan": found.best.as_record(),
-        },
-        "best_now": None
-        if found.best_now is None
-        else {
-            "words": dict(found.now_words),
-            "overrides": list(found.now_overrides),
-            "plan": found.best_now.as_record(),
-        },
-        "alternatives": [asdict(a) for a in found.alternatives],
-        "sensitivity": [asdict(s) for s in found.sensitivity],
-        "left_out": dict(found.reasons),
-    }
-
-
-# ---- HTML
-
-
-_STYLE = (
-    "body{font:14px/1.5 system-ui,sans-serif;margin:2em auto;max-width:1100px;color:#222}"
-    "pre{background:#f6f6f4;padding:1em;overflow-x:auto}td,th{padding:2px 10px;text-align:right}"
-    ".bar{display:flex;height:22px;background:#eee;border-right:2px solid #c00;margin:3px 0}"
-    ".line{position:relative;height:20px;background:#eee;margin:2px 0}.line span{position:absolute;top:0;bottom:0}"
-)
-
-
-def as_html(plan: Plan, *, assumed: Sequence[str] = ()) -> str:
-    """One page without scripts or other files: memory bars, the step's terms, the timeline, and the text."""
-    capacity = plan.setting.capacity_bytes
-    full = max(capacity, plan.device_bytes)
-    parts = [f"<h1>{html.escape(plan.config.name)}</h1>", f"<p>{html.escape(next(iter(_verdict(plan))))}</p>"]
-    parts.append("<h2>Memory of each stage</h2>")
-    parts.append(
-        "<p>" + " ".join(f'<span style="color:{COLOURS[n]}">&#9632; {w}</span>' for n, _, w in TERMS) + "</p>"
-    )
-    for stage in plan.held.stages:
-        found = terms_of(plan, stage)
-        cells = "".join(
-            f'<div title="{name} {size / GIB:.2f} GiB: {SOURCES[name]}" style="width:{size / full * 100:.3f}%;'
-            f'background:{COLOURS[name]}"></div>'
-            for name, size in found.items()
-        )
-        parts.append(f'<div>stage {stage.rank}, {sum(found.values()) / GIB:.1f} GiB</div><div class="bar" '
-                     f'style="width:{capacity / full * 100:.2f}%">{cells}</div>')  # fmt: skip
-    parts.append(f"<h2>Step of {_seconds(plan.step_s)}</h2><table>")
-    for name, value in plan.times.exposed().items():
-        if float(value[0]) > 0:
-            parts.append(
-                f"<tr><th>{name}</th><td>{_seconds(float(value[0]))}</td>"
-                f"<td>{float(value[0]) / plan.step_s:.1%}</td></tr>"
-            )
-    parts.append("</table>")
-    result = played(plan)
-    if result is not None:
-        parts.append(f"<h2>Schedule {plan.held.table.name}</h2>")
-        parts += [f'<div class="line">{_spans(spans, result.makespan_s)}</div>' for spans in result.timeline]
-    parts.append(f"<h2>In words</h2><pre>{html.escape(text(plan, assumed=assumed))}</pre>")
-    title = html.escape(plan.config.name)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_STYLE}</style></head>"
-        f"<body>{''.join(parts)}</body></html>\n"
-    )
-
-
-_SPAN_COLOURS = {
-    Kind.FORWARD: "#4269d0",
-    Kind.BACKWARD: "#efb118",
-    Kind.INPUT: "#efb118",
-    Kind.WEIGHT: "#3ca951",
-}
-
-
-def _spans(spans: Sequence[Span], total_s: float) -> str:
-    return "".join(
-        f'<span title="{s.action}" style="left:{s.start_s / total_s * 100:.3f}%;'
-        f'width:{(s.stop_s - s.start_s) / total_s * 100:.3f}%;background:{_SPAN_COLOURS[s.action.kind]}"></span>'
-        for s in spans
-    )

@@ -1,37 +1,19 @@
-"""What a person reads: bars, tables, timeline, page; and that figures in them are the plan's."""
+"""What a person reads: bars, tables, timeline; and that figures in them are the plan's."""
 
 import re
-from html.parser import HTMLParser
 
 import pytest
 
 from sirara.plan.explain import (
-    as_html,
     bar,
     changes_text,
     played,
-    search_text,
     shown_stages,
     terms_of,
     text,
     timeline,
 )
-from sirara.plan.hardware import find
-from sirara.plan.layouts import whole_space
-from sirara.plan.search import search
-from sirara.plan.verdict import GIB, Change, plan
-from sirara.pure.families import PRESETS
-from tests.unit.plan.test_search import config, setting
-
-SHAPE = PRESETS["llama2-7b"]
-
-
-@pytest.fixture(scope="module")
-def piped():
-    from sirara.plan.search import configured
-
-    c = configured(config(), ("mesh={pp: 4, dp: 2}",))
-    return plan(c, SHAPE, setting(8), dp=2)
+from sirara.plan.verdict import GIB, Change
 
 
 def test_a_bar_shows_shares_and_what_is_too_much():
@@ -89,32 +71,3 @@ def test_changes_are_shown_beside_the_plan(piped):
     )
     said = changes_text(piped, [change, bad], "what if")
     assert "+100.0%" in said and "predicted only" in said and "no key x" in said
-
-
-class _Balanced(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.open = []
-
-    def handle_starttag(self, tag, attrs):
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
-def test_the_page_is_whole_and_needs_nothing_else(piped):
-    page = as_html(piped)
-    parser = _Balanced()
-    parser.feed(page)
-    assert parser.open == []
-    assert "<script" not in page and "http" not in page
-    assert page.count('class="bar"') == 4 and page.count('class="line"') == 4
-
-
-def test_a_search_names_best_alternatives_knobs_and_what_is_left_out():
-    space = whole_space(config(), SHAPE, find("a100-80gb"), 8)
-    said = search_text(search(config(), SHAPE, setting(8), space))
-    for part in ("best", "nearest alternatives", "each knob at each value", "left out", "to use it"):
-        assert part in said
