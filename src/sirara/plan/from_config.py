@@ -37,7 +37,6 @@ SCHEDULE_CODES = {
     "zb-h1": Schedule.ZB_H1,
     "zb-v": Schedule.ZB_V,
 }
-SCHEDULE_NAMES = {int(code): name for name, code in SCHEDULE_CODES.items()}
 SELECTIVE = int(Recompute.NORM | Recompute.ACT)
 """What `train.recompute: selective` makes again: outputs of norms and of the activation function."""
 OFFLOAD_CODES = {"none": 0, "host": 1, "disk": 2}

@@ -49,11 +49,6 @@ class Goodput:
     best_ratio: float
 
 
-def young(stall_s: float, failures_s: float) -> float:
-    """sqrt(2CM), doi:10.1145/361147.361115."""
-    return float(np.sqrt(2 * stall_s * failures_s))
-
-
 def daly(stall_s: float, failures_s: float) -> float:
     """The best work between two checkpoints; at stalls of two failures' time and more, that time itself."""
     c, m = stall_s, failures_s
