@@ -5,15 +5,6 @@ import json
 import pytest
 import yaml
 
-from tests.project import Project
-
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    project = Project(tmp_path_factory.mktemp("project"))
-    yield project
-    project.close()
-
 
 @pytest.fixture(scope="module")
 def run(project):

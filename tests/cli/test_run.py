@@ -10,14 +10,7 @@ from click.testing import CliRunner
 from sirara.cli.main import cli
 from sirara.config.run_folder import RunFolder
 from sirara.events import read
-from tests.project import Project, alive, until
-
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    project = Project(tmp_path_factory.mktemp("project"))
-    yield project
-    project.close()
+from tests.project import alive, until
 
 
 @pytest.fixture(scope="module")
