@@ -7,6 +7,7 @@ The trainer of rank 0 does it in line for a synchronous save, the keeper of rank
 """
 
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from sirara.checkpoint.pins import pinned
 from sirara.checkpoint.readback import faulty_pieces
 from sirara.checkpoint.retention import VERIFIED, delete_step, is_verified, mark_verified
 from sirara.checkpoint.step_folder import committed_manifest
-from sirara.checkpoint.steps import clear_leftovers, committed_steps, step_name
+from sirara.checkpoint.steps import clear_leftovers, committed_steps, step_name, temp_name
 from sirara.checkpoint.storage import Disk, names_in, read_file
 from sirara.errors import InvariantError, StorageError
 from sirara.pure.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
@@ -161,6 +162,20 @@ class Committer:
         if manifest is None:
             return False
         return manifest.uuid in self._verified or is_verified(folder, uuid=manifest.uuid)
+
+
+def wait_for_commit(folder: Path, *, run: str, step: int, uuid: str, wait_s: float) -> Manifest | None:
+    """The manifest of a save once it is committed on the disk, None when it is given up, or not in time."""
+    final, temp = folder / step_name(step), folder / temp_name(step, uuid)
+    until, pause_s = time.monotonic() + wait_s, 0.002
+    while True:
+        manifest = committed_manifest(final, run=run, step=step)
+        if manifest is not None and manifest.uuid == uuid:
+            return manifest
+        if (not temp.exists() and not final.exists()) or time.monotonic() >= until:
+            return None
+        time.sleep(pause_s)
+        pause_s = min(0.1, 2 * pause_s)
 
 
 def extra_files(plan: SavePlan, hf_files: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sirara.checkpoint.commit import Committer
 from sirara.checkpoint.ranges import NamedRange, Sources
-from sirara.checkpoint.report import assemble, report_name, tell_committer, wait_for_reports
+from sirara.checkpoint.report import assemble, begin_part, tell_committer, wait_for_reports
 from sirara.checkpoint.steps import step_name, temp_name
 from sirara.checkpoint.storage import Disk
 from sirara.checkpoint.writer import write_part
@@ -93,12 +93,8 @@ class InLine:
         disk, plan, committer = self.disk, self.plan, self.committer
         try:
             own = plan.bytes_of(self.rank)
-            disk.require(committer.folder, own)
             self.check(own)
-            if self.world == 1:
-                disk.remove_tree(temp)
-            disk.make_folder(temp)
-            disk.remove(temp / report_name(self.rank))
+            begin_part(disk, temp, rank=self.rank, size=own, alone=self.world == 1)
             if self.rank in plan.writers:
                 write_part(
                     disk,

@@ -13,7 +13,7 @@ because everything in it follows from the job and the reports.
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ import numpy as np
 
 from sirara.checkpoint.arena import Arena, ArenaState, arena_name, claim, withdraw
 from sirara.checkpoint.assembly import Assembly
-from sirara.checkpoint.commit import Committer, extra_entries, extra_files
+from sirara.checkpoint.commit import Committer, extra_entries, extra_files, wait_for_commit
 from sirara.checkpoint.image import Image, ImagePlan, image_plan
 from sirara.checkpoint.job import (
     JobEnd,
@@ -39,21 +39,22 @@ from sirara.checkpoint.object import ObjectTier
 from sirara.checkpoint.report import (
     Report,
     assemble,
+    begin_part,
     checked_report,
     report_name,
     tell_committer,
     told_failure,
     wait_for_reports,
 )
-from sirara.checkpoint.step_folder import committed_manifest
 from sirara.checkpoint.steps import step_name, temp_name
-from sirara.checkpoint.storage import Disk, read_file
+from sirara.checkpoint.storage import Disk
+from sirara.checkpoint.uploading import Uploads
 from sirara.checkpoint.writer import hash_image, write_image
 from sirara.config.run_folder import RunFolder
 from sirara.config.schema import TierConfig
-from sirara.errors import CommTimeout, InvariantError, SiraraError, StorageError
+from sirara.errors import InvariantError, SiraraError, StorageError
 from sirara.pure.digest import UNSIGNED, Digest, digest_box
-from sirara.pure.manifest import MANIFEST, FileEntry, Manifest
+from sirara.pure.manifest import FileEntry, Manifest
 from sirara.pure.saveplan import ITEM_BYTES, SavePlan
 
 ORPHAN_S = 10.0
@@ -87,7 +88,7 @@ class Keeper:
         uploaded: Callable[[UploadEnd], None] = lambda end: None,
         disk: Disk | None = None,
     ) -> None:
-        self._settings, self._orphaned, self._uploaded = settings, orphaned, uploaded
+        self._settings, self._orphaned = settings, orphaned
         self._disk = disk or Disk()
         self._plan = SavePlan.from_bytes(Path(settings.plan).read_bytes())
         Path(settings.plan).unlink(missing_ok=True)  # it may be large, and every keeper gets it anew
@@ -116,13 +117,15 @@ class Keeper:
         tiers = [TierConfig.model_validate(tier) for tier in settings.tiers]
         self._nodes = self._open_nodes(tiers)
         store = next((tier for tier in tiers if tier.tier == "object"), None)
-        self._store = None
+        self._uploads = None
         if store is not None:
-            self._store = ObjectTier(store.url or "", store.options, settings.run, attempt=settings.attempt)
-        self._store_is_clean = False
-        # One upload after the other, in the same order on all ranks; saves do not wait for them.
-        self._uploads = ThreadPoolExecutor(1, thread_name_prefix="upload")
-        self._uploading: set[int] = set()
+            self._uploads = Uploads(
+                ObjectTier(store.url or "", store.options, settings.run, attempt=settings.attempt),
+                settings,
+                total_bytes=self._plan.total_bytes,
+                fence=self._fence,
+                ended=uploaded,
+            )
 
     @property
     def address(self) -> str:
@@ -144,7 +147,13 @@ class Keeper:
             return
         if self._last is not None:
             # Keepers of the same node may still copy their rows from this arena.
-            self._wait_for_end(self._last, ORPHAN_S)
+            wait_for_commit(
+                self._folder,
+                run=self._settings.run,
+                step=self._last.step,
+                uuid=self._last.uuid,
+                wait_s=ORPHAN_S,
+            )
         names = [
             Path(self._settings.plan).name,
             *(arena_name(self._settings.rank, which) for which in (0, 1)),
@@ -154,7 +163,8 @@ class Keeper:
     def close(self) -> None:
         if self._nodes is not None:
             self._nodes.close()
-        self._uploads.shutdown()
+        if self._uploads is not None:
+            self._uploads.close()
         self._threads.shutdown()
 
     # ---- one save
@@ -180,9 +190,8 @@ class Keeper:
         kept, digest = nodes.result()
         if end is None:
             end = JobEnd(step=job.step, uuid=job.uuid, digest=digest, fault=_none_kept(job, kept))
-        if self._store is not None and "object" in job.tiers and end.fault is None:
-            self._uploading.add(job.step)
-            self._uploads.submit(self._upload, job, self._store)
+        if self._uploads is not None and "object" in job.tiers and end.fault is None:
+            self._uploads.begin(job)
         total = self._plan.total_bytes if s.rank == 0 else 0
         return replace(end, tiers=kept | end.tiers, seconds=clock.laps, total_bytes=total)
 
@@ -254,7 +263,8 @@ class Keeper:
         committer.commit(temp, final, manifest)
         clock.lap("commit")
         committer.verify(final)
-        committer.tidy(job.step, job.uuid, scores=job.scores, spare=frozenset(self._uploading))
+        spare = frozenset(self._uploads.under_way) if self._uploads is not None else frozenset()
+        committer.tidy(job.step, job.uuid, scores=job.scores, spare=spare)
         clock.lap("verify")
         kept = TierResult(ok=True, bytes=self._plan.total_bytes, seconds=sum(clock.laps.values()))
         return JobEnd(step=job.step, uuid=job.uuid, digest=digest, path=str(final), tiers={"disk": kept})
@@ -262,11 +272,7 @@ class Keeper:
     def _write(self, job: SaveJob, temp: Path, data: memoryview, taken: _Taken) -> None:
         """This rank's part of the step folder, and its report."""
         disk, s, plan, image = self._disk, self._settings, self._plan, self._image
-        disk.require(self._folder, int(image.length.sum()))
-        if s.world == 1:
-            disk.remove_tree(temp)
-        disk.make_folder(temp)
-        disk.remove(temp / report_name(s.rank))
+        begin_part(disk, temp, rank=s.rank, size=int(image.length.sum()), alone=s.world == 1)
         if s.rank in plan.writers:
             write_image(
                 disk, temp, plan=plan, rank=s.rank, data=data, image=image, uuid=job.uuid, step=job.step
@@ -363,52 +369,6 @@ class Keeper:
             return "the training has ended"
         return told_failure(self._folder / temp_name(job.step, job.uuid))
 
-    # ---- object store
-
-    def _upload(self, job: SaveJob, store: ObjectTier) -> None:
-        result = TierResult(ok=False, fault="the upload ended with an error that is in the log of the writer")
-        try:
-            result = self._keep_in_store(job, store)
-        except Exception:  # noqa: BLE001  this thread has nobody above it
-            _log.exception("the upload of step %d failed", job.step)
-        self._uploading.discard(job.step)
-        self._uploaded(UploadEnd(step=job.step, uuid=job.uuid, result=result))
-
-    def _keep_in_store(self, job: SaveJob, store: ObjectTier) -> TierResult:
-        """Uploads this rank's share of the committed step folder; rank 0 commits it there."""
-        began, s = time.perf_counter(), self._settings
-        try:
-            if s.rank == 0 and not self._store_is_clean:
-                cleaned = store.clean()
-                self._store_is_clean = True
-                for note in cleaned.notes:
-                    _log.info("%s", note)
-            manifest = self._wait_for_end(job, job.deadline_s)
-            if manifest is None:
-                raise CommTimeout(f"step {job.step} was not committed on the disk, so it is not uploaded")
-            folder = self._folder / step_name(job.step)
-            store.upload_part(folder, manifest, s.rank, s.world)
-            if s.rank == 0:
-                raw = read_file(folder / MANIFEST)
-                store.commit(raw, world=s.world, deadline_s=job.deadline_s, fence=self._fence)
-                store.retain(newest=job.step, keep_last=s.keep_last, keep_every=s.keep_every)
-        except SiraraError as fault:
-            _log.warning("step %d is not in the object store: %s", job.step, fault)
-            why = fault.what + (f" ({fault.why})" if fault.why else "")
-            return TierResult(ok=False, fault=why, seconds=time.perf_counter() - began)
-        return TierResult(ok=True, bytes=self._plan.total_bytes, seconds=time.perf_counter() - began)
-
-    def _wait_for_end(self, job: SaveJob, wait_s: float) -> Manifest | None:
-        """The manifest of a save once it is committed on the disk, None when it is given up, or not in time."""
-        final, temp = self._folder / step_name(job.step), self._folder / temp_name(job.step, job.uuid)
-        for _ in _pauses(wait_s):
-            manifest = committed_manifest(final, run=self._settings.run, step=job.step)
-            if manifest is not None and manifest.uuid == job.uuid:
-                return manifest
-            if not temp.exists() and not final.exists():
-                return None
-        return None
-
     def _arena(self, job: SaveJob) -> Arena:
         arena = self._arenas.get(job.arena)
         if arena is None or arena.size != Path(job.arena).stat().st_size:
@@ -475,13 +435,3 @@ def _none_kept(job: SaveJob, kept: Mapping[str, TierResult]) -> SiraraError | No
         return None
     why = "; ".join(f"{tier}: {result.fault}" for tier, result in kept.items())
     return StorageError(f"step {job.step} is kept by none of {', '.join(job.tiers)}", code="SR607", why=why)
-
-
-def _pauses(wait_s: float) -> Iterator[None]:
-    until, pause_s = time.monotonic() + wait_s, 0.002
-    while True:
-        yield
-        if time.monotonic() >= until:
-            return
-        time.sleep(pause_s)
-        pause_s = min(0.1, 2 * pause_s)

@@ -90,6 +90,15 @@ def told_failure(temp: Path) -> str:
     return ""
 
 
+def begin_part(disk: Disk, temp: Path, *, rank: int, size: int, alone: bool) -> None:
+    """The folder of a save, with room for this rank's `size` bytes and without what an older try has left of them."""
+    disk.require(temp.parent, size)
+    if alone:
+        disk.remove_tree(temp)
+    disk.make_folder(temp)
+    disk.remove(temp / report_name(rank))
+
+
 def wait_for_reports(
     plan: SavePlan,
     temp: Path,
