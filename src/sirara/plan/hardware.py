@@ -69,6 +69,10 @@ class Accelerator:
             why=f"it has {sorted(self.peak_flops_per_s)}",
         )
 
+    def as_row(self) -> dict[str, dict[str, Any]]:
+        """The accelerator as a table of one, in the units of hardware.yaml."""
+        return {self.name: _row_of(self)}
+
     def share(self, dtype: str) -> float:
         return (
             self.achievable8
@@ -182,10 +186,22 @@ def load(name: str | Path) -> Accelerator:
         return find(str(name))
     if not path.is_file():
         raise ConfigError(f"{path} is not a file", code="SR211", where="hardware")
-    found = _parse(yaml.safe_load(path.read_text(encoding="utf-8")), shipped(), str(path))
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if isinstance(data, dict) and "sirara_profile" in data:
+        # A measured profile (profile.py) has an accelerator in it.
+        data = data.get("accelerator")
+    return one_accelerator(data, str(path))
+
+
+def one_accelerator(data: Any, where: str) -> Accelerator:
+    """The only accelerator of a parsed table.
+
+    Raises:  ConfigError SR211 for a table with none or several.
+    """
+    found = _parse(data, shipped(), where)
     if len(found) != 1:
         raise ConfigError(
-            f"{path} describes {len(found)} accelerators, not one", code="SR211", why=", ".join(found)
+            f"{where} describes {len(found)} accelerators, not one", code="SR211", why=", ".join(found)
         )
     return next(iter(found.values()))
 

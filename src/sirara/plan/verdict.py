@@ -5,7 +5,7 @@ one more evaluation, so a dozen cost as much as one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -13,16 +13,15 @@ import numpy as np
 from sirara.config.check import runs_now
 from sirara.config.schema import RunConfig
 from sirara.errors import ConfigError, PlanError
-from sirara.plan.constants import Constants
 from sirara.plan.cost import Times
 from sirara.plan.from_config import as_points, layout_columns, model_columns
-from sirara.plan.goodput import Goodput, Reliability, goodput
-from sirara.plan.hardware import Cluster, Table
+from sirara.plan.goodput import Goodput, goodput
 from sirara.plan.held import Held, held
 from sirara.plan.memory import Memory, memory
 from sirara.plan.offload import slowest
 from sirara.plan.points import Points
 from sirara.plan.residuals import Bars, Residual, bars
+from sirara.plan.setting import Setting
 from sirara.pure.families import ModelShape, parameter_count, unit_specs
 
 GIB = float(1 << 30)
@@ -31,28 +30,6 @@ BYTES_OF = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4), "fp16": (2, 4), "fp8
 """Of a saved weight, and of a master and each tensor of optimizer state."""
 ARENAS = 2
 """Snapshots in host memory that a save beside training needs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What a plan is made for.  table: row 0 is the cluster's accelerator, others those of unlike nodes.
-
-    counts: devices of each row; (): all of row 0.
-    """
-
-    cluster: Cluster
-    table: Table
-    constants: Constants
-    counts: tuple[int, ...] = ()
-    price_per_hour: float | None = None
-    reliability: Reliability = field(default_factory=Reliability)
-    ceiling_bytes: float | None = None
-    """Of device memory; None: the device's own."""
-
-    @property
-    def capacity_bytes(self) -> float:
-        own = float(self.table.hbm_bytes.min())
-        return own if self.ceiling_bytes is None else min(own, self.ceiling_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,56 @@
+"""What a plan is made for: machines, their table, fitted constants, prices, a measured profile if there is one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sirara.plan.constants import Constants, fitted
+from sirara.plan.from_config import cluster_of
+from sirara.plan.goodput import Reliability
+from sirara.plan.hardware import Cluster, Table, table
+from sirara.plan.profile import Here, Profile, here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a plan is made for.  table: row 0 is the cluster's accelerator, others those of unlike nodes.
+
+    counts: devices of each row; (): all of row 0.  profile: measured on the machines that are planned for.
+    """
+
+    cluster: Cluster
+    table: Table
+    constants: Constants
+    counts: tuple[int, ...] = ()
+    price_per_hour: float | None = None
+    reliability: Reliability = field(default_factory=Reliability)
+    ceiling_bytes: float | None = None
+    """Of device memory; None: the device's own."""
+    profile: Profile | None = None
+
+    @property
+    def capacity_bytes(self) -> float:
+        own = float(self.table.hbm_bytes.min())
+        return own if self.ceiling_bytes is None else min(own, self.ceiling_bytes)
+
+
+def setting_here(
+    device_type: Literal["cpu", "cuda"],
+    *,
+    workers: int,
+    per_node: int | None = None,
+    env: Mapping[str, str] | None = None,
+) -> tuple[Setting, Here]:
+    """What a run of `workers` ranks on machines like this one is planned for, and how this machine is known.
+
+    per_node: ranks of one node; None: all of them.
+    """
+    per_node = per_node or workers
+    found = here(device_type, workers=per_node, env=env)
+    setting = Setting(
+        cluster=cluster_of(found.accelerator, gpus=workers, per_node=per_node),
+        table=table([found.accelerator]),
+        constants=fitted(),
+        profile=found.profile,
+    )
+    return setting, found
