@@ -56,8 +56,8 @@ def die_at_3(case: Any, stores: str, home: str) -> list[str]:
     digests = []
     while trainer.step < 3:
         trainer.train_step()
-        trainer.start_save(patient=True)
-        trainer.finish_saves()
+        trainer.saves.begin(patient=True)
+        trainer.saves.wait()
         digests.append(str(trainer.digest()))
     trainer.batches.close()
     trainer.manager.close(clean=False)

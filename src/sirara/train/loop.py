@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sirara.checkpoint.job import SaveOutcome
 from sirara.checkpoint.restore import Restored
 from sirara.config.run_folder import RunFolder
 from sirara.config.schema import RunConfig
@@ -17,7 +18,8 @@ from sirara.errors import ConfigError, SiraraError
 from sirara.events import JsonLines
 from sirara.pure.families import parameter_count
 from sirara.pure.split import blocks_per_stage
-from sirara.train.own_loop import GIVE_UP, SAVE, STOP, SaveOutcome, Trainer
+from sirara.train.own_loop import Trainer
+from sirara.train.saving import GIVE_UP, SAVE, STOP
 from sirara.train.step import StepResult
 
 _log = logging.getLogger("sirara")
@@ -79,9 +81,10 @@ def _run(
     deadline: Callable[[], float | None] = lambda: None,
 ) -> Outcome:
     while trainer.step < config.train.steps:
-        result = trainer.train_step(request=max(_CODES[requests()], trainer.save_wish(deadline=deadline())))
+        wish = trainer.saves.wish(deadline=deadline(), step_s=trainer.timings.get("time/step_s", 0.0))
+        result = trainer.train_step(request=max(_CODES[requests()], wish))
         last = trainer.step == config.train.steps
-        journal.saves(trainer.saves())
+        journal.saves(trainer.saves.ended())
         if result.skipped:
             journal.skipped(result)
         evals: dict[str, float] = {}
@@ -92,17 +95,17 @@ def _run(
         # Before the save: a kill right after its commit must not leave a step without a record.
         journal.step(result, evals)
         if result.request == GIVE_UP:
-            raise trainer.give_up(alive=alive)
+            raise trainer.saves.give_up(alive=alive)
         if last or result.request == STOP:
             try:
                 digest = str(trainer.save(deadline=deadline(), alive=alive))
             finally:
-                journal.saves(trainer.saves())
+                journal.saves(trainer.saves.ended())
             return journal.end("done" if last else "stopped", digest)
-        tiers = trainer.due_tiers(requested=result.request == SAVE)
+        tiers = trainer.saves.due(requested=result.request == SAVE)
         if tiers or result.request == SAVE:
-            trainer.start_save(tiers=tiers, alive=alive)
-            journal.saves(trainer.saves())
+            trainer.saves.begin(tiers=tiers, alive=alive)
+            journal.saves(trainer.saves.ended())
     return journal.end("done", str(trainer.digest()))
 
 

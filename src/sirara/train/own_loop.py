@@ -11,7 +11,7 @@ with Trainer(config, run, attempt=1) as trainer:
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,13 +19,10 @@ from typing import Any, Self
 
 import torch
 
-from sirara.checkpoint.deadline import FILE as BANDWIDTH
-from sirara.checkpoint.deadline import Pace
 from sirara.checkpoint.digest import Digest
 from sirara.checkpoint.export import with_generation_files
 from sirara.checkpoint.find import find
 from sirara.checkpoint.hf import HfReader, hf_config
-from sirara.checkpoint.job import SaveOutcome
 from sirara.checkpoint.manager import CheckpointManager, PlannedTensor, State
 from sirara.checkpoint.node_views import open_nodes
 from sirara.checkpoint.object import ObjectTier
@@ -39,25 +36,21 @@ from sirara.config.run_folder import RunFolder
 from sirara.config.schema import RunConfig
 from sirara.data.batches import Batches, EvalBatches
 from sirara.device import open_device
-from sirara.errors import CheckpointError, ConfigError, InvariantError, StorageError
+from sirara.errors import CheckpointError, ConfigError, StorageError
 from sirara.events import live, read
 from sirara.mesh import build_mesh
 from sirara.pure.families import TensorSpec, init_slice
 from sirara.pure.rng import DropoutKey
-from sirara.pure.saveplan import ITEM_BYTES
 from sirara.train.assemble import assemble, specs_of
 from sirara.train.batch import to_inputs
 from sirara.train.evaluate import evaluate
 from sirara.train.grade import Grade, arithmetic, grade
 from sirara.train.lr import lr_at
 from sirara.train.precision import precision_of
+from sirara.train.saving import Saves
 from sirara.train.step import StepResult
 
-SAVE, STOP, GIVE_UP = 1, 2, 3
-"""Requests as ranks agree on them: the largest one of all ranks wins."""
-
 _FAULT_BYTES = 400
-_TIERS_BYTES = 64
 
 
 class Trainer:
@@ -66,6 +59,7 @@ class Trainer:
     Attributes:  state: the one owner of what is resumed.  comm, device: where this rank stands.
                  stepper: the step pipeline and this rank's stages.  deal: who computes which microbatch.
                  loss: of the last step.  grade: how equal the run is to an uninterrupted one.
+                 saves: when and where it is saved, and how that ended.
                  timings: seconds of the last step by name ("time/step_s", "time/data_wait_s"), and of the saves
                  between it and the one before ("time/ckpt_stall_s").
     """
@@ -86,7 +80,6 @@ class Trainer:
         self.comm = self.comms.world
         self.grade = Grade("exact" if config.numerics == "exact" else "close", ())
         self.timings: dict[str, float] = {}
-        self._stall_s = 0.0
         self.loss = math.nan
         self.tokenizer, self.vocab = Batches.tokenizer_of(config.data)
         self.shape = model_shape(config, self.vocab)
@@ -94,8 +87,6 @@ class Trainer:
         self._build()
         self._plan: list[PlannedTensor] | None = None
         self._hf: dict[str, bytes] | None = None
-        self._clock: Pace | None = None
-        self._on_disk = True
         checkpoint = config.checkpoint
         self.manager = CheckpointManager(
             run.checkpoints,
@@ -120,6 +111,14 @@ class Trainer:
             log=run.logs(attempt) / f"writer-{self.world.rank:05d}.log",
             token=str(run.record().get("token", "")),
             agree=self._gather_bytes,
+        )
+        self.saves = Saves(
+            self,
+            self.manager,
+            run=run,
+            config=checkpoint,
+            gather=self._gather_bytes,
+            speaks=self.world.rank == 0,
         )
         self._arithmetic = arithmetic(
             config, device=self.device.model, threads=torch.get_num_threads(), layout=self.layout
@@ -154,7 +153,7 @@ class Trainer:
             self.state.zero.initialise(lambda spec, a, b: reader.read_slice(spec.name, a, b))
         else:
             self.state.zero.initialise(self._drawn)
-        self._prepare_saves()
+        self.saves.prepare()
 
     def resume(self) -> Restored:
         """Continues from the newest committed step that is complete and intact, or starts when there is none.
@@ -169,7 +168,7 @@ class Trainer:
             return Restored(step=0, skipped=())
         snapshot, restored = found
         self._remember_scores()
-        self._prepare_saves()
+        self.saves.prepare()
         self.state.complete()
         record = snapshot.record
         self._open_data(record["data"])
@@ -330,9 +329,8 @@ class Trainer:
         self.timings = {
             "time/step_s": time.perf_counter() - began,
             "time/data_wait_s": self.batches.take_waited_s(),
-            "time/ckpt_stall_s": self._stall_s,
+            "time/ckpt_stall_s": self.saves.take_stall_s(),
         }
-        self._stall_s = 0.0
         return result
 
     def _keys(self, mine: list[int]) -> dict[int, DropoutKey] | None:
@@ -383,90 +381,15 @@ class Trainer:
         return self.state.digest()
 
     def save(self, *, deadline: float | None = None, alive: Callable[[], object] = lambda: None) -> Digest:
-        """Saves the state of the step just done in all tiers, waits until it is committed and returns its digest.
+        """Saves the state of the step just done in all tiers and waits until it is committed: see `Saves.write`."""
+        return self.saves.write(deadline=deadline, alive=alive)
 
-        Args:    deadline: epoch seconds; tiers that would not end before it are left out, as rank 0 says.
-        Raises:  StorageError when it could not be written, or no tier would end in time; older steps are untouched
-                 then.
+    def snapshot(self) -> State:
+        """What a save of this step holds; replicas are compared first.
+
+        Raises:  InvariantError on all ranks when copies of one tensor have drifted apart.
         """
-        tiers = self._tiers_in_time(deadline)
-        if not tiers:
-            raise self._pace.too_late(self.step, deadline)
-        self._on_disk = "disk" in tiers
-        self.start_save(tiers=tiers, patient=True, alive=alive)
-        outcome = self.finish_saves(alive=alive)
-        if outcome is None or outcome.fault is not None:
-            raise (outcome and outcome.fault) or InvariantError("a save that was begun has no end")
-        return Digest.parse(outcome.digest)
-
-    def start_save(
-        self,
-        *,
-        tiers: Collection[str] | None = None,
-        patient: bool = False,
-        alive: Callable[[], object] = lambda: None,
-    ) -> bool:
-        """Begins a save of the step just done; with `checkpoint.async` the training goes on while it is written.
-
-        Replicas are compared first.  All ranks call it at the same step; what rank 0 knows decides for all.
-
-        Args:    tiers: default: those that are due at this step.  patient: it must be made, so it waits for a save
-                 that is still being written, and for no time of a retry.  alive: called while it waits.
-        Returns: whether it began; how it ends is told by `saves` and `finish_saves`.
-        """
-        began = time.perf_counter()
         self.state.check_replicas()
-        tiers = self.due_tiers() if tiers is None else tiers
-        begun = self.manager.start(self.step, self._saved_state(), tiers=tiers, patient=patient, alive=alive)
-        self._stall_s += time.perf_counter() - began
-        return begun
-
-    def due_tiers(self, *, requested: bool = False) -> tuple[str, ...]:
-        """The tiers of a save of this step: those that are due, all of them when somebody has asked for it."""
-        # What asked may be a save that was put off; its tiers are known.
-        if requested and not self.manager.ledger.put_off:
-            return self.manager.tiers
-        return self.manager.due_tiers(self.step, self.config.checkpoint.every)
-
-    def saves(self) -> list[SaveOutcome]:
-        """The saves that ended, or were put off or skipped, since the last call; rank 0 knows of them."""
-        outcomes = self.manager.poll()
-        self._pace.learn(outcomes)
-        return outcomes
-
-    def finish_saves(self, *, alive: Callable[[], object] = lambda: None) -> SaveOutcome | None:
-        """Waits, on all ranks together, until no save is being written; how the last one ended, None without one."""
-        return self.manager.wait(alive=alive)
-
-    def save_wish(self, *, deadline: float | None = None) -> int:
-        """What this rank asks of the next step for the sake of saves: SAVE for one that was put off, STOP when a save
-        after one more step would not end before `deadline`, GIVE_UP after too many failures in a row, otherwise 0."""
-        if self.manager.ledger.failures.fatal:
-            return GIVE_UP
-        if self._pace.must_stop(deadline, step_s=self.timings.get("time/step_s", 0.0)):
-            return STOP
-        return SAVE if self.manager.save_due() else 0
-
-    def give_up(self, *, alive: Callable[[], object] = lambda: None) -> StorageError:
-        """The error that ends a run which cannot save any more; the state is kept in memory where there is such a
-        tier."""
-        count = self.manager.ledger.failures.in_a_row  # a save to memory is no failure and forgets them
-        kept = "memory" in self.manager.tiers
-        if kept:
-            self.start_save(tiers=("memory",), patient=True, alive=alive)
-            last = self.finish_saves(alive=alive)
-            kept = last is not None and last.fault is None
-        return StorageError(
-            f"{count or 'too many'} saves in a row have failed",
-            code="SR606",
-            why=f"step {self.step} is kept in memory" if kept else "nothing of the last steps is kept",
-            try_=[
-                f"free some space, then: sirara resume {self.run.name_to_type}",
-                "checkpoint.max_failures=20",
-            ],
-        )
-
-    def _saved_state(self) -> State:
         counters = self.state.counters
         record = self.state.record() | {
             "loss": self.loss.hex(),
@@ -482,37 +405,15 @@ class Trainer:
             # A keeper takes it of the pieces, while the training goes on.
             record["digest"] = str(self.digest())
         return State(
-            plan=self._save_plan(),
+            plan=self.save_plan(),
             ranges=self.state.ranges(),
             record=record,
             hf_files=self._hf_files(),
             aliases={t.name: t.tied_to for unit in self.specs for t in unit.tensors if t.tied_to},
         )
 
-    @property
-    def _pace(self) -> Pace:
-        if self._clock is None:
-            self._clock = Pace(
-                self.run.path / BANDWIDTH,
-                tiers=self.manager.tiers,
-                total_bytes=sum(math.prod(t.shape) * ITEM_BYTES[t.dtype] for t in self._save_plan()),
-                speaks=self.world.rank == 0,
-            )
-        return self._clock
-
-    def _tiers_in_time(self, deadline: float | None) -> tuple[str, ...]:
-        """What rank 0 chooses: clocks, and what ranks know of a deadline, may differ."""
-        said = ",".join(self._pace.tiers_in_time(deadline)).encode()
-        rows = self._gather_bytes(said.ljust(_TIERS_BYTES, b" "))
-        return tuple(tier for tier in rows[0].decode().strip().split(",") if tier)
-
-    def _prepare_saves(self) -> None:
-        """The first periodic save finds a keeper and an arena; one on request may have to wait for them."""
-        checkpoint = self.config.checkpoint
-        if checkpoint.every or any(tier.every for tier in checkpoint.tiers):
-            self.manager.prepare(self._save_plan())
-
-    def _save_plan(self) -> list[PlannedTensor]:
+    def save_plan(self) -> list[PlannedTensor]:
+        """All tensors of the state and who holds which boxes of them."""
         if self._plan is None:
             self._plan = self.state.plan()
         return self._plan
@@ -557,4 +458,4 @@ class Trainer:
             # The other ranks wait for this one: they hear why it leaves.
             self.comm.alarm.ring(error)
         # What memory alone holds must outlive this attempt.
-        self.close(clean=error is None and self._on_disk)
+        self.close(clean=error is None and self.saves.outlive)

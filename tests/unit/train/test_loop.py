@@ -15,7 +15,7 @@ class Killed(BaseException):
 def test_a_kill_right_after_a_commit_leaves_the_record_of_the_step() -> None:
     # The resumed run begins behind that step: nobody would write its loss a second time.
     written: list[int] = []
-    trainer: Any = SimpleNamespace(step=0)
+    trainer: Any = SimpleNamespace(step=0, timings={})
 
     def train_step(*, request: int) -> Any:
         trainer.step += 1
@@ -24,9 +24,10 @@ def test_a_kill_right_after_a_commit_leaves_the_record_of_the_step() -> None:
     def save(**_: Any) -> Any:
         raise Killed
 
-    trainer.train_step, trainer.start_save = train_step, save
-    trainer.save_wish, trainer.saves = lambda **_: 0, list
-    trainer.due_tiers = lambda **_: ("disk",) if trainer.step == 2 else ()
+    trainer.train_step = train_step
+    trainer.saves = SimpleNamespace(
+        begin=save, wish=lambda **_: 0, ended=list, due=lambda **_: ("disk",) if trainer.step == 2 else ()
+    )
     journal: Any = SimpleNamespace(
         step=lambda result, evals: written.append(trainer.step), saves=lambda outcomes: None
     )

@@ -19,8 +19,9 @@ def test_the_loop_uses_only_what_the_trainer_offers_to_everybody() -> None:
     tree = ast.parse(Path(loop.__file__).read_text())
     imported = {n.module: {a.name for a in n.names} for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     of_train = {module for module in imported if module and module.startswith("sirara.train")}
-    assert of_train == {"sirara.train.own_loop", "sirara.train.step"}
+    assert of_train == {"sirara.train.own_loop", "sirara.train.saving", "sirara.train.step"}
     assert imported["sirara.train.step"] == {"StepResult"}
+    assert imported["sirara.train.saving"] == {"GIVE_UP", "SAVE", "STOP"}
     used = {
         node.attr
         for node in ast.walk(tree)
@@ -38,6 +39,7 @@ def test_the_loop_uses_only_what_the_trainer_offers_to_everybody() -> None:
         "grade",
         "timings",
         "loss",
+        "saves",
         "shape",
         "eval_sets",
         "deal",
