@@ -33,6 +33,7 @@ from sirara.pure.manifest import MANIFEST, parse_manifest
 CHUNK_BYTES = 4 << 20  # what is sent, encoded and hashed at once
 Kind = Literal["arena", "image", "parity"]
 
+_REPLACED = "SR552"  # of an arena that serves a later save
 _FOLDER = re.compile(r"gen-(\d{9,})-([0-9a-f]{8}-[0-9a-f-]{27})")
 _ITEM = re.compile(r"(rank-(\d+)|parity-([0-9.]+-\d+-\d+))\.json")
 
@@ -65,6 +66,12 @@ class Held:
     @staticmethod
     def from_json(fields: dict[str, Any]) -> "Held":
         return Held(**{**fields, "covers": tuple(fields["covers"])})
+
+
+class Replaced(str):
+    """A sentence about an image whose arena serves a later save by now. Arenas are used in turn: this is no fault."""
+
+    __slots__ = ()
 
 
 class GenerationStore:
@@ -190,8 +197,12 @@ class GenerationStore:
         return [found for found in self._scan() if isinstance(found, Held)]
 
     def faults(self) -> list[str]:
-        """One sentence for everything that is here and cannot be used: torn, damaged, overwritten, foreign."""
-        return [found for found in self._scan() if isinstance(found, str)]
+        """One sentence for everything that is here and cannot be used: torn, damaged, foreign."""
+        return [found for found in self._scan() if isinstance(found, str) and not isinstance(found, Replaced)]
+
+    def replaced(self) -> list[Replaced]:
+        """One sentence for every image whose arena was filled anew by a later save."""
+        return [found for found in self._scan() if isinstance(found, Replaced)]
 
     def _scan(self) -> Iterator[Held | str]:
         for step, uuid, folder in self._generations():
@@ -206,7 +217,8 @@ class GenerationStore:
                 try:
                     yield self._held(step, uuid, committed, found)
                 except (CheckpointError, StorageError) as fault:
-                    yield fault.what + (f" ({fault.why})" if fault.why else "")
+                    kind = Replaced if fault.code == _REPLACED else str
+                    yield kind(fault.what + (f" ({fault.why})" if fault.why else ""))
             for item, files in sorted(_items(names).items()):
                 if not any(name.endswith(".json") for name in files):
                     yield f"{folder / item} is torn: it was never completed"
@@ -414,6 +426,15 @@ def _require_arena(path: Path, image: Image) -> None:
     if not path.exists():
         raise CheckpointError(f"{path}, the arena of rank {image.rank}, is gone", code="SR521")
     head = arena_head(path)
+    later = (_attempt(head.uuid), head.step) > (image.attempt, image.step) if head.uuid else False
+    if head.state is ArenaState.EMPTY or later:
+        now = f"is {'being ' if head.state is ArenaState.WRITING else ''}filled anew by step {head.step}"
+        raise CheckpointError(
+            f"{path} held rank {image.rank} of step {image.step} ({image.uuid}) and "
+            + (now if later else "was emptied for the next save"),
+            code=_REPLACED,
+            why=f"its header says {head.state.name}, step {head.step}; arenas are used in turn",
+        )
     if head.state is not ArenaState.READY or head.uuid != image.uuid or head.size < image.size:
         raise CheckpointError(
             f"{path} does not hold rank {image.rank} of step {image.step} ({image.uuid}) any more",

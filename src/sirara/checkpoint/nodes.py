@@ -294,7 +294,7 @@ class NodeTiers:
 
     def inventory(self) -> list[Held]:
         """What this node holds of the run, whatever attempt and layout wrote it."""
-        return self._local.inventory()[0]
+        return self._local.inventory().held
 
     def nodes(self) -> list[NodeView]:
         """Every node that is known, this one as it is, the others through their first keeper."""

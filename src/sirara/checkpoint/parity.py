@@ -248,12 +248,12 @@ def _look(found: _Found, step: int, uuid: str, rank: int, nodes: Sequence[NodeVi
     def ask(view: NodeView) -> tuple[NodeView, list[ParityBlock], list[int], list[str]]:
         blocks: list[ParityBlock] = []
         try:
-            held, faults = view.inventory()
-            ours = [h for h in held if (h.step, h.uuid) == (step, uuid)]
+            found = view.inventory()
+            ours = [h for h in found.held if (h.step, h.uuid) == (step, uuid)]
             blocks = [
                 view.parity(step, uuid, h.block) for h in ours if h.kind == "parity" and rank in h.covers
             ]
-            notes = [f"{view.name}: {fault}" for fault in faults if uuid in fault]
+            notes = [f"{view.name}: {fault}" for fault in (*found.faults, *found.replaced) if uuid in fault]
             return view, blocks, [h.rank for h in ours if h.kind != "parity"], notes
         except SiraraError as fault:
             return view, blocks, [], [f"{view.name}: {one_line(fault)}"]

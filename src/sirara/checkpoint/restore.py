@@ -226,7 +226,7 @@ class Restorer:
         held = {}
         for node, view in self.views.items():
             try:
-                held[node], faults = view.inventory()
+                held[node], faults, replaced = view.inventory()
             except _FAULTS as fault:
                 silent.append(fault)
                 self.table.append(
@@ -237,6 +237,9 @@ class Restorer:
                 self.table.append(
                     TierRow(step=None, tier="memory", what=f"unusable on {view.name}", why=what)
                 )
+            if replaced:
+                what = f"{len(replaced)} older images on {view.name} made room for later saves, as arenas do"
+                self.table.append(TierRow(step=None, tier="memory", what=what))
         stored: list[tuple[int, str]] = []
         if self.objects is not None:
             try:

@@ -10,7 +10,7 @@ No torch here.
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import xxhash
 
@@ -23,15 +23,25 @@ from sirara.errors import CheckpointError, CommError, SiraraError, StorageError
 T = TypeVar("T")
 
 
+class Inventory(NamedTuple):
+    """What a node has of a run.
+
+    held: what can be read, newest first.  faults: one sentence for everything that cannot.  replaced: one for every
+    image whose arena serves a later save, which is how arenas are used and no fault.
+    """
+
+    held: list[Held]
+    faults: list[str]
+    replaced: list[str]
+
+
 class NodeView(Protocol):
     """The generations that a node holds. Every method raises CheckpointError or StorageError for what is not there
     or not right, CommError when the node cannot be reached."""
 
     name: str
 
-    def inventory(self) -> tuple[list[Held], list[str]]:
-        """(what can be read, newest first; one sentence for everything that cannot)."""
-        ...
+    def inventory(self) -> Inventory: ...
 
     def manifest(self, step: int, uuid: str) -> bytes | None: ...
 
@@ -56,10 +66,11 @@ class LocalNode:
     def __init__(self, stores: Sequence[GenerationStore], *, name: str) -> None:
         self.stores, self.name = tuple(stores), name
 
-    def inventory(self) -> tuple[list[Held], list[str]]:
+    def inventory(self) -> Inventory:
         held = [h for store in self.stores for h in store.inventory()]
         held.sort(key=lambda h: (h.attempt, h.step), reverse=True)
-        return held, [fault for store in self.stores for fault in store.faults()]
+        faults = [fault for store in self.stores for fault in store.faults()]
+        return Inventory(held, faults, [text for store in self.stores for text in store.replaced()])
 
     def manifest(self, step: int, uuid: str) -> bytes | None:
         found = (store.manifest(step, uuid) for store in self.stores)
@@ -100,8 +111,9 @@ class LocalNode:
         """Answers a request of RemoteNode; False when it is something else."""
         ask = request.get("ask")
         if ask == "inventory":
-            held, faults = self.inventory()
-            text = json.dumps({"held": [h.to_json() for h in held], "faults": faults}).encode()
+            found = self.inventory()
+            fields = {"faults": found.faults, "replaced": found.replaced}
+            text = json.dumps({"held": [h.to_json() for h in found.held], **fields}).encode()
             connection.send({}, [memoryview(text)])
         elif ask == "read":
             self._send_image(request, connection)
@@ -150,11 +162,12 @@ class RemoteNode:
     def __init__(self, peer: Peer, *, deadline_s: float = 600.0) -> None:
         self.name, self._peer, self._deadline_s = peer.name, peer, deadline_s
 
-    def inventory(self) -> tuple[list[Held], list[str]]:
+    def inventory(self) -> Inventory:
         answer = self._ask("inventory")[1]
         try:
             found = json.loads(answer)
-            return [Held.from_json(h) for h in found["held"]], list(found["faults"])
+            held = [Held.from_json(h) for h in found["held"]]
+            return Inventory(held, list(found["faults"]), list(found["replaced"]))
         except (KeyError, TypeError, ValueError) as fault:
             raise CommError(f"{self.name} sent an inventory that is none: {fault!r}", code="SR710") from fault
 

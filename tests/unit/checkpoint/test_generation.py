@@ -116,7 +116,8 @@ def test_an_arena_counts_only_while_it_holds_that_save(tmp_path):
     assert read_image(store, image) == bytes(data) and steps(store, "arena") == [3]
     arena = Arena.open(path)
     arena.mark_writing(4, image_of(PLAN, 0, 4, world=2)[0].uuid)
-    assert store.inventory() == [] and "any more" in store.faults()[0]
+    assert store.inventory() == [] and store.faults() == []
+    assert "is being filled anew by step 4" in store.replaced()[0]
     with pytest.raises(CheckpointError, match="WRITING, step 4"):
         read_image(store, image)
     arena.mark_ready()

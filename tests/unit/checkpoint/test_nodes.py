@@ -169,8 +169,8 @@ def test_a_new_keeper_serves_what_the_folders_hold(cluster):
     later = cluster("memory", {"tier": "peer"}, nodes=2, attempt=2)
     me = Who(run=RUN, rank=0, node=0, attempt=2)
     node = RemoteNode(Peer(later.keepers[1].address, me=me, name="node 1", token="secret", idle_s=5))
-    found, faults = node.inventory()
-    assert faults == [] and [(h.kind, h.rank, h.step, h.committed) for h in found] == [
+    found, faults, replaced = node.inventory()
+    assert faults == replaced == [] and [(h.kind, h.rank, h.step, h.committed) for h in found] == [
         ("image", 0, 3, True),
         ("arena", 1, 3, True),
     ]

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from sirara.checkpoint.arena import Arena
 from sirara.checkpoint.copies import FolderCopy
 from sirara.checkpoint.object import ObjectTier
 from sirara.checkpoint.reader import Snapshot
 from sirara.checkpoint.restore import Restored, Restorer
 from sirara.checkpoint.serve import LocalNode
-from sirara.checkpoint.steps import step_name
+from sirara.checkpoint.steps import save_uuid, step_name
 from sirara.errors import CheckpointError, StorageError
 from tests.checkpoints import State, differing, even, flip_bit, load, save, small_state
 from tests.tiers import RUN, images_of, keep, store_of, views_of
@@ -117,6 +118,29 @@ def test_a_bad_piece_in_memory_is_taken_from_the_peer_then_from_the_disk(run):
     assert restored.step == 5 and run.distrusted == []
 
 
+def test_an_arena_that_serves_a_later_save_is_no_fault_and_the_table_says_so(run):
+    run.save(4, OWN, disk=False)
+    run.save(5, OWN, disk=True)
+    store = store_of(run.root, 0)
+    uuid = next(h.uuid for h in store.inventory() if h.step == 4)
+    image = store.image(4, uuid, 0)
+    (store.folder / f"gen-{4:09d}-{uuid}" / "image-0").unlink()
+    arena = Arena.create(store.folder, "arena-0-0", image.size, run=RUN)
+    arena.mark_writing(6, save_uuid(RUN, 1, 6, 9))
+    store.note_arena(image, arena.path)
+    arena.close()
+    _, restored, _ = run.restore()
+    assert restored.step == 5
+    told = [str(row) for row in restored.table if "node 0" in row.what]
+    assert len(told) == 1 and "1 older images on node 0 made room for later saves" in told[0]
+    assert not any("unusable" in row.what for row in restored.table)
+    arena = Arena.create(store.folder, "arena-0-0", image.size + 4096, run=RUN)
+    arena.mark_writing(3, save_uuid(RUN, 1, 3, 9))  # an older one than the description says: this is a fault
+    arena.close()
+    told = [row.what for row in run.restore()[1].table if row.step is None]
+    assert told == ["unusable on node 0"]
+
+
 def put_in_store(url: str, path: Path) -> ObjectTier:
     tier = ObjectTier(url, {}, RUN, attempt=1)
     raw = (path / "manifest.json").read_bytes()
@@ -198,9 +222,9 @@ def test_parity_is_decoded_for_what_is_nowhere_and_for_what_is_bad(run, monkeypa
     plain = views[0].inventory
 
     def with_parity() -> Any:
-        held, faults = plain()
+        held, faults, replaced = plain()
         h = held[0].to_json() | {"kind": "parity", "rank": -1, "world": 0, "block": "0-0-0", "covers": [1, 2]}
-        return [*held, type(held[0]).from_json(h)], faults
+        return [*held, type(held[0]).from_json(h)], faults, replaced
 
     monkeypatch.setattr(views[0], "inventory", with_parity)
     state, restored, snapshot = run.restore(views=views, decode=decode)
