@@ -64,7 +64,7 @@ KNOBS: dict[str, Sequence[Any]] = {
     "zero": (0, 1, 2, 3),
     "schedule": ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"),
     "sequence": (False, True),
-    "recompute": ("none", "selective", "full", 1),
+    "recompute": ("none", "selective", "full", 1, "mlp:1 attention", "per stage"),
     "gather": ("microbatch", "step"),
     "split": ("auto", "uneven"),
     "block": ("auto", 1, 4),
@@ -109,6 +109,11 @@ def uneven(count: int) -> list[int]:
     split = [*first, *inner, 0]
     split[-2 if count > 2 else -1] += LAYERS - sum(split)
     return split
+
+
+def recipes(count: int) -> list[str]:
+    """One per stage, neighbours unlike each other."""
+    return [("norm+attention", "full", "mlp", "none")[stage % 4] for stage in range(count)]
 
 
 def make_store(folder: Path) -> None:
@@ -157,7 +162,7 @@ def config_of(case: Row, stores: Path, steps: int) -> RunConfig:
                 "precision": case.get("precision", "fp64"),
                 "optimizer": {"name": case["optimizer"], "lr": 1e-3},
                 "lr_schedule": {"name": "cosine", "warmup_steps": 2},
-                "recompute": case["recompute"],
+                "recompute": recipes(count) if case["recompute"] == "per stage" else case["recompute"],
                 "label_smoothing": case["smoothing"],
                 "freeze": FROZEN[family["family"]] if case["frozen"] else [],
                 # Most steps are clipped, the first ones are not always.

@@ -1,5 +1,6 @@
 """Tensor parallelism against one process: every family, degree and form, parameters cut by their placement."""
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,12 +17,14 @@ from sirara.model.split import Deferral
 from sirara.parallel.tensor import TensorAxis
 from sirara.pure.families import ModelShape, TensorSpec, unit_specs
 from sirara.pure.placement import Shard, held_ranges
+from sirara.pure.recompute import MODULES
 from sirara.pure.rng import DropoutKey
 from tests.harness import run_ranks
 from tests.unit.model.test_decoder import batch, initialised, shape_of
 
 KEY = DropoutKey(seed=1, step=2, microbatch=3)
 SCALE = 1 / 59
+SELECTIVE = ("norm", "act")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"kv_heads": 4}),
     "llama-grouped": ("llama", {"kv_heads": 2, "attention_bias": True, "mlp_bias": True}),
@@ -126,7 +129,7 @@ def compare(
     changes: dict[str, Any],
     sequence: bool,
     options: dict[str, float],
-    recompute: bool = False,
+    recompute: Sequence[str] = (),
     deferred: bool = False,
 ) -> list[list[float]]:
     """Asserts that this rank's losses and gradients are its parts of one process's; returns the losses."""
@@ -137,7 +140,7 @@ def compare(
     losses, grads = gradients(lively(shape, **options), None, key)
     decoder = lively(shape, **options)
     cut(decoder, axis)
-    decoder.recompute_activations(recompute)
+    decoder.recompute_modules(recompute)
     deferral = decoder.split_backward() if deferred else None
     ours, parts = gradients(decoder, axis, key, deferral)
     torch.testing.assert_close(ours, losses, rtol=0, atol=1e-12)
@@ -240,22 +243,22 @@ def test_tokens_that_cannot_be_spread_evenly_are_refused_before_anything_is_sent
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("case", CASES)
 def test_recompute_and_split_backward_change_nothing(case, sequence):
-    for recompute, deferred in ((True, False), (False, True), (True, True)):
+    for recompute, deferred in ((SELECTIVE, False), ((), True), (MODULES, False), (MODULES, True)):
         run_ranks(2, compare, *CASES[case], sequence, {"dropout": 0.2}, recompute, deferred)
 
 
-def bits(case: str, sequence: bool, recompute: bool, deferred: bool) -> list[Tensor]:
+def bits(case: str, sequence: bool, recompute: Sequence[str], deferred: bool) -> list[Tensor]:
     decoder = lively(shape_of(CASES[case][0], **CASES[case][1]), torch.float32)
     cut(decoder, open_axis(sequence=sequence))
-    decoder.recompute_activations(recompute)
+    decoder.recompute_modules(recompute)
     deferral = decoder.split_backward() if deferred else None
     return list(chain(*gradients(decoder, None, None, deferral)[1]))
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_recompute_and_split_backward_give_equal_bits(sequence):
-    want = run_ranks(2, bits, "llama", sequence, False, False)
-    for recompute, deferred in ((True, False), (True, True)):
+    want = run_ranks(2, bits, "llama", sequence, (), False)
+    for recompute, deferred in ((SELECTIVE, False), (SELECTIVE, True), (MODULES, False), (("mlp",), True)):
         for ours, theirs in zip(
             run_ranks(2, bits, "llama", sequence, recompute, deferred), want, strict=True
         ):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sirara.errors import ConfigError, LayoutError
 from sirara.pure.families import ModelShape, UnitSpec, unit_specs
+from sirara.pure.recompute import FULL, MODULES, all_kinds, most_blocks
 from sirara.pure.schedule import SPLIT_BACKWARD, chunks_of, rank_of
 from sirara.pure.split import blocks_per_stage, split_units, unit_costs
 
@@ -219,12 +220,23 @@ def _pipeline(config: "RunConfig") -> None:
                 "mesh.schedule=interleaved" if mesh.schedule == "zb-v" else "mesh.schedule=1f1b",
             ],
         )
-    if config.train.compile and config.train.recompute == "selective":
+    again = config.train.recompute
+    if config.train.compile and any(kinds != FULL for kinds in all_kinds(again)):
         raise ConfigError(
-            "train.compile=true does not go with train.recompute=selective",
+            f"train.compile=true does not go with train.recompute={as_yaml(again)}",
             where="train.recompute",
             why="inside a compiled block the compiler decides what is kept",
             try_=["train.recompute=none", "train.recompute=full", "train.compile=false"],
+        )
+    if isinstance(again, list) and len(again) != mesh.stages:
+        kinds = [str(entry) for entry in again]
+        raise LayoutError(
+            f"train.recompute={as_yaml(again)} has {len(again)} entries for {mesh.stages} stages",
+            where="train.recompute",
+            why="a list has a recipe for each stage, virtual ones too; modules of one block are joined by +",
+            try_=[f"train.recompute={'+'.join(kinds)}"]
+            if all(k in MODULES for k in kinds)
+            else [f"train.recompute={as_yaml([again[0] if again else 'none'] * mesh.stages)}"],
         )
 
 
@@ -303,14 +315,24 @@ def _split(config: "RunConfig", shape: ModelShape) -> None:
     owners = [rank_of(mesh.schedule, mesh.pp, stage) for stage in range(mesh.stages)]
     explicit = None if mesh.split == "auto" else mesh.split
     split = split_units(unit_costs(units, shape.hidden), mesh.stages, explicit, owners=owners)
-    layers, blocks = blocks_per_stage(split), config.train.recompute
-    if isinstance(blocks, int) and blocks > max(layers):
-        raise ConfigError(
-            f"train.recompute={blocks} is more blocks than any stage has",
-            where="train.recompute",
-            why=f"layers per stage are {layers}",
-            try_=["train.recompute=full", *([f"train.recompute={max(layers)}"] if max(layers) else [])],
-        )
+    layers, again = blocks_per_stage(split), config.train.recompute
+    if not isinstance(again, list):
+        if most_blocks(again) > max(layers):
+            raise ConfigError(
+                f"train.recompute={again} is more blocks than any stage has",
+                where="train.recompute",
+                why=f"layers per stage are {layers}",
+                try_=["train.recompute=full", *([f"train.recompute={max(layers)}"] if max(layers) else [])],
+            )
+        return
+    for stage, (recipe, blocks) in enumerate(zip(again, layers, strict=True)):
+        if most_blocks(recipe) > blocks:
+            raise ConfigError(
+                f"train.recompute: {as_yaml(recipe)} is more blocks than stage {stage} has",
+                where="train.recompute",
+                why=f"layers per stage are {layers}",
+                try_=["train.recompute=full"],
+            )
 
 
 def _model_source(config: "RunConfig") -> None:

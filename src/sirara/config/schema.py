@@ -9,6 +9,7 @@ import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,6 +23,7 @@ from pydantic import (
 
 from sirara.config import check, check_tiers
 from sirara.config.units import format_size, format_time, parse_size_bytes, parse_time_s
+from sirara.pure.recompute import parse
 from sirara.pure.schedule import chunks_of
 
 _FLOAT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
@@ -62,6 +64,15 @@ Seconds = Annotated[
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Path = Annotated[str, Field(min_length=1)]
+
+
+def _recipe(value: str) -> str:
+    parse(value)
+    return value
+
+
+Recipe = Annotated[str, AfterValidator(_recipe)]
+"""What blocks make again: see `pure.recompute`."""
 
 
 class Section(BaseModel):
@@ -189,8 +200,10 @@ class TrainConfig(Section):
     clip_grad_norm: Annotated[Number, Field(gt=0.0)] | None = Field(
         default=1.0, description="null: no clipping"
     )
-    recompute: Literal["none", "selective", "full"] | Positive = Field(
-        default="none", description="or blocks per stage"
+    recompute: Recipe | list[Recipe | Count] | Positive = Field(
+        default="none",
+        description="none | selective | full, a number of blocks per stage, a recipe such as norm+act or full:2 mlp, "
+        "or a list of them, one per stage",
     )
     label_smoothing: Annotated[Number, Field(ge=0.0, lt=1.0)] = Field(
         default=0.0, description="share of the target's probability that is spread over the vocabulary"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, cat, nn
 
+from sirara.model.again import Again
 from sirara.model.attend import Mask, attend
 from sirara.model.dropout import Cut
 from sirara.model.linear import linear
@@ -66,18 +67,44 @@ class Attention(nn.Module):
         cache: KvCache | None = None,
         remake: Remake | None = None,
     ) -> Tensor:
-        shape, traits, size = self.shape, self.shape.traits, self.wiring.size
-        heads, kv_heads = shape.heads // size, max(1, shape.kv_heads // size)
+        transposed = self.shape.traits.conv1d
         qkv = linear(
             x_BLD,
             *weights_and_biases(self._qkv),
-            transposed=traits.conv1d,
+            transposed=transposed,
             wiring=self.wiring,
             remake=remake,
         )
+        qkv = qkv.view(*positions_BL.shape, -1)
         tables = self.rotary.tables(positions_BL, x_BLD.dtype) if self.rotary is not None else None
+        if self.wiring.makes_again("attention") and cache is None:
+            norms = [self.q_norm.weight, self.k_norm.weight] if self.shape.traits.qk_norm else []
+            again = Again(lambda qkv: self._core(qkv, tables, documents_BL, key, None), norms)
+            y, remade = again.forward(qkv)
+        else:
+            y, remade = self._core(qkv, tables, documents_BL, key, cache), None
+        return linear(
+            y,
+            *weights_and_biases([self.o_proj]),
+            transposed=transposed,
+            part="row",
+            wiring=self.wiring,
+            remake=remade,
+        )
+
+    def _core(
+        self,
+        qkv: Tensor,
+        tables: tuple[Tensor, Tensor] | None,
+        documents_BL: Tensor | None,
+        key: DropoutKey | None,
+        cache: KvCache | None,
+    ) -> Tensor:
+        """[B, L, features of this rank's heads]: from the product with the first matrices to that with the last."""
+        shape, traits, size = self.shape, self.shape.traits, self.wiring.size
+        heads, kv_heads = shape.heads // size, max(1, shape.kv_heads // size)
         q, k, v = split_heads(
-            qkv.view(*positions_BL.shape, -1),
+            qkv,
             heads,
             kv_heads,
             per_head=traits.qkv == "per_head",
@@ -90,7 +117,7 @@ class Attention(nn.Module):
                 q, k = rotate(q, tables), rotate(k, tables)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
-        y = attend(
+        return attend(
             q,
             k,
             v,
@@ -100,13 +127,6 @@ class Attention(nn.Module):
             key=key,
             layer=self.layer,
             cut=self._cut(q, k),
-        )
-        return linear(
-            y,
-            *weights_and_biases([self.o_proj]),
-            transposed=traits.conv1d,
-            part="row",
-            wiring=self.wiring,
         )
 
     def _cut(self, q_BLNE: Tensor, k_BMKE: Tensor) -> Cut | None:

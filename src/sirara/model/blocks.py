@@ -3,6 +3,7 @@
 Shape letters: B sequences, L tokens, T = B * L, D model, V vocabulary, N rows of a part of it, t ranks of the axis.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -88,12 +89,12 @@ class Block(nn.Module):
         again = self.norm1.remake(x_BLD)
         y = self.attn(self.norm1(x_BLD), positions_BL, documents_BL, key, cache, again)
         x_BLD = x_BLD + dropout(y, self.dropout, key, self.layer, "attention output", cut)
-        y = self.mlp(self.norm2(x_BLD), self.norm2.remake(x_BLD))
+        y = self.mlp(x_BLD, self.norm2)
         return x_BLD + dropout(y, self.dropout, key, self.layer, "mlp output", cut)
 
-    def recompute_activations(self, on: bool) -> None:
-        """Whether outputs of norms and of the activation function are made again in backward instead of kept."""
-        self.wiring.recompute = on
+    def recompute_modules(self, modules: Collection[str]) -> None:
+        """What is made again in backward instead of kept: of `pure.recompute.MODULES`."""
+        self.wiring.recompute = frozenset(modules)
 
 
 class Head(nn.Module):

@@ -3,6 +3,7 @@
 Shape letters: B sequences, L tokens, D model, V vocabulary.
 """
 
+from collections.abc import Collection
 from typing import cast
 
 import torch
@@ -97,10 +98,10 @@ class Decoder(nn.Module):
             wiring.deferral = deferral
         return deferral
 
-    def recompute_activations(self, on: bool) -> None:
-        """Whether blocks make outputs of norms and activation functions again in backward instead of keeping them."""
+    def recompute_modules(self, modules: Collection[str]) -> None:
+        """What every block makes again in backward instead of keeping it: of `pure.recompute.MODULES`."""
         for block in self.blocks:
-            cast(Block, block).recompute_activations(on)
+            cast(Block, block).recompute_modules(modules)
 
     def forward(
         self,

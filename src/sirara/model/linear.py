@@ -72,6 +72,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: _How, remake: Remake | None, *params: Tensor) -> Tensor:
         ctx.how, ctx.make = how, None if remake is None else remake.make
+        ctx.at_once = remake is not None and remake.at_once
         ctx.x_shape, ctx.count = x.shape, len(params)
         ctx.save_for_backward(*params, *((x,) if remake is None else remake.tensors))
         axis, column = how.axis, how.part == "column"
@@ -99,7 +100,7 @@ class _Linear(torch.autograd.Function):
         dy = own_dy = grad_outputs[0].reshape(-1, grad_outputs[0].shape[-1])
         if axis is not None and how.spread("row"):
             dy = axis.gather_tokens(own_dy).wait()
-        rest = _WeightGradients(how, params, needed[3:], ctx.make, kept, dy, own_dy)
+        rest = _WeightGradients(how, params, needed[3:], ctx.make, ctx.at_once, kept, dy, own_dy)
         deferred = deferral is not None and deferral.active
         grads: Sequence[Tensor | None] = [None] * ctx.count
         if any(needed[3:]) and not deferred:
@@ -129,6 +130,7 @@ class _WeightGradients:
     params: Sequence[Tensor]
     wanted: Sequence[bool]
     make: Callable[..., Tensor] | None
+    at_once: bool
     kept: Sequence[Tensor]
     dy_TO: Tensor
     own_dy_SO: Tensor
@@ -183,14 +185,19 @@ class _WeightGradients:
         return places
 
     def detached(self) -> "_WeightGradients":
-        """Kept for later, when ZeRO may have let the weights go: the few elements of a norm are copied."""
-        if self.make is not None:
+        """Kept for later, when ZeRO may have let the weights go: the few elements of a norm are copied, what is made
+        with matrices is made now."""
+        if self.at_once:
+            self.begin()
+            self.make, self.kept = None, ()
+        elif self.make is not None:
             self.kept = [t.clone() if t.dim() == 1 else t for t in self.kept]
         return self
 
     def run(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(leaf, gradient) of each leaf that wants one."""
-        self.begin()
+        if self.x_TI is None:
+            self.begin()
         for leaf, wanted, grad in zip(self.params, self.wanted, self.make_all(), strict=True):
             if wanted and grad is not None:
                 yield leaf, grad

@@ -2,7 +2,8 @@
 
     axis         the ranks that hold the other parts of every matrix (tensor parallelism); alone by default
     deferral     backward of a linear layer gives the input's gradient at once, the weights' later (zero bubble)
-    recompute    outputs of norms and activation functions are made again by the backward that reads them
+    recompute    what is made again by the backward that reads it: outputs of norms and of activation functions, or
+                 all that lies between two matrix products (`Again`)
 
 The model declares what it needs; parallel/tensor.py implements `Axis`.
 
@@ -123,10 +124,14 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Remake:
-    """How to make a tensor again instead of keeping it: make(*tensors), equal in bits."""
+    """How to make a tensor again instead of keeping it: make(*tensors), equal in bits.
+
+    at_once: by the backward that meets it, also where weight gradients are put off: it needs matrices.
+    """
 
     make: Callable[..., Tensor]
     tensors: Sequence[Tensor]
+    at_once: bool = False
 
 
 @dataclass(slots=True)
@@ -139,7 +144,8 @@ class Wiring:
     axis: Axis | None = None
     deferral: Deferral | None = None
     sink: Sink | None = None
-    recompute: bool = False
+    recompute: frozenset[str] = frozenset()
+    """Of `pure.recompute.MODULES`."""
 
     @property
     def size(self) -> int:
@@ -154,9 +160,10 @@ class Wiring:
         """Whether hidden states are this rank's share of the tokens."""
         return self.axis is not None and self.axis.sequence
 
-    def remake(self, make: Callable[..., Tensor], *tensors: Tensor) -> Remake | None:
-        """make(*tensors) for the backward of its reader, if it is not to be kept.
+    def makes_again(self, module: str) -> bool:
+        """Whether backward makes it again.  Compiled code decides by itself what it keeps."""
+        return module in self.recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
-        Compiled code decides by itself what it keeps.
-        """
-        return Remake(make, tensors) if self.recompute and not torch.compiler.is_compiling() else None
+    def remake(self, module: str, make: Callable[..., Tensor], *tensors: Tensor) -> Remake | None:
+        """make(*tensors) for the backward of its reader, if it is not to be kept."""
+        return Remake(make, tensors) if self.makes_again(module) else None

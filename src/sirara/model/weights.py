@@ -51,8 +51,8 @@ class Norm(Weights):
     def remake(self, x: Tensor) -> Remake | None:
         """How the backward of what reads the output makes it again, if it is not to be kept."""
         if self.bias is None:
-            return self._wiring.remake(partial(rms_norm, eps=self.eps), x, self.weight)
-        return self._wiring.remake(partial(layer_norm, eps=self.eps), x, self.weight, self.bias)
+            return self._wiring.remake("norm", partial(rms_norm, eps=self.eps), x, self.weight)
+        return self._wiring.remake("norm", partial(layer_norm, eps=self.eps), x, self.weight, self.bias)
 
 
 def _parameter(spec: TensorSpec, making: Making) -> nn.Parameter:

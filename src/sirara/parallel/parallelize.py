@@ -6,9 +6,9 @@ What it asks of a model is small, so that a user's own module can fill it: an or
 blocks with one hidden state in and out, a head with the loss), and per unit the table of its logical tensors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from sirara.parallel.tensor import TensorAxis
 from sirara.parallel.zero import Zero
 from sirara.pure.families import UnitSpec
 from sirara.pure.groups import Group, flat_groups
+from sirara.pure.recompute import FULL, Kinds, Setting, all_kinds, kinds_of_blocks, name_of
 from sirara.pure.schedule import Action, Kind, Schedule, sending_early
 from sirara.pure.tree import Deal
 
@@ -38,7 +39,7 @@ class Trainable(Protocol):
     What only some models can do is asked for by name: `set_axis(axis)` to compute with parts of its matrices
     (tensor parallelism), `split_backward()` to put weight gradients off (zero-bubble schedules, and dx before
     weight gradients in the others; without it the input half of backward does all the work),
-    `recompute_activations(True)` to keep less (selective recompute).
+    and of a block `recompute_modules(modules)` to keep less (of `pure.recompute.MODULES`).
     """
 
     def units(self) -> list[nn.Module]: ...
@@ -49,7 +50,7 @@ class Layout:
     """All that parallelize may decide by; none of it changes what is computed, but for `fast` and tensor parallelism.
 
     split: the units of each stage.  hidden: features of the state between units.
-    recompute: or the number of blocks of each stage that are run again.
+    recompute: recipes as in `pure.recompute`.
     sequence: sequence parallelism.  keep: ZeRO 3 gathers once per step.
     """
 
@@ -62,7 +63,7 @@ class Layout:
     sums: torch.dtype
     sequence: bool = False
     keep: bool = False
-    recompute: Literal["none", "selective", "full"] | int = "none"
+    recompute: Setting = "none"
     compile: bool = False
     fast: bool = False
 
@@ -120,8 +121,12 @@ def parallelize(
     halves = any(action.kind == Kind.INPUT for action in schedule.rows[comms.pp.rank])
     if halves and hasattr(model, "split_backward"):
         deferral = model.split_backward()  # pyright: ignore[reportAttributeAccessIssue]
-    if layout.recompute == "selective":
-        _able(model, "recompute_activations", "selective recompute")(True)
+    again = {
+        unit: kinds for stage, part in mine.items() for unit, kinds in _again(layout, stage, part, len(units))
+    }
+    for unit, kinds in again.items():
+        if kinds != FULL:
+            _able(local[unit], "recompute_modules", f"recompute of {name_of(kinds)}")(kinds)
 
     if layout.compile:
         # In place: names of submodules and parameters stay what they are, so checkpoints do too.
@@ -153,7 +158,7 @@ def parallelize(
             part,
             zero,
             model_units=len(units),
-            recompute=_recomputed(layout, part, len(units)),
+            recompute=[unit for unit in part if again.get(unit) == FULL],
             deferral=deferral,
         )
         for stage, part in mine.items()
@@ -183,10 +188,10 @@ def parallelize(
 def _played(model: Trainable, layout: Layout, *, tp: int) -> Schedule:
     """The layout's table, with dx sent before weight gradients are made where that costs nothing.
 
-    A compiled block has one backward.  The sum of dx over tp is hidden behind weight gradients.  A block that is run
-    again would keep what its weight gradients need until all blocks of the stage have run.
+    A compiled block has one backward.  The sum of dx over tp is hidden behind weight gradients.  A block of which
+    much is run again would keep what its weight gradients need until all blocks of the stage have run.
     """
-    keeps_little = layout.recompute not in ("none", "selective", 0)
+    keeps_little = any(kinds - {"norm", "act"} for kinds in all_kinds(layout.recompute))
     if layout.compile or tp > 1 or keeps_little or not hasattr(model, "split_backward"):
         return layout.schedule
     return sending_early(layout.schedule)
@@ -203,12 +208,11 @@ def _homes(layout: Layout, units: int) -> tuple[int, ...]:
     return tuple(layout.schedule.rank_of(stage) for stage, part in enumerate(layout.split) for _ in part)
 
 
-def _recomputed(layout: Layout, part: dict[int, nn.Module], units: int) -> list[int]:
-    """The units of a stage whose forward runs again in backward: blocks alone."""
+def _again(layout: Layout, stage: int, part: Iterable[int], units: int) -> list[tuple[int, Kinds]]:
+    """The units of a stage of which something is made again in backward, blocks alone, and what."""
     blocks = [unit for unit in part if 0 < unit < units - 1]
-    if isinstance(layout.recompute, int):
-        return blocks[: layout.recompute]
-    return blocks if layout.recompute == "full" else []
+    dealt = kinds_of_blocks(layout.recompute, stage=stage, blocks=len(blocks))
+    return [(unit, kinds) for unit, kinds in zip(blocks, dealt, strict=True) if kinds]
 
 
 def _order(row: Sequence[Action], chunks: dict[int, Chunk]) -> tuple[int, ...]:
@@ -222,7 +226,7 @@ def _order(row: Sequence[Action], chunks: dict[int, Chunk]) -> tuple[int, ...]:
     return tuple(order)
 
 
-def _able(model: Trainable, method: str, what: str):  # noqa: ANN202 - the method's own type
+def _able(model: object, method: str, what: str):  # noqa: ANN202 - the method's own type
     """The model's method of that name.
 
     Raises:  ConfigError when it has none.

@@ -1,6 +1,7 @@
 """Layouts and kinds of training that do not fit are refused at the start, with alternatives that do fit."""
 
 import pytest
+from pydantic import ValidationError
 
 from sirara.config.check import check_layout, frozen_names
 from sirara.config.schema import RunConfig
@@ -170,6 +171,25 @@ def test_more_blocks_to_recompute_than_a_stage_has():
     assert "train.recompute=4" in refused(train={"recompute": 5}, mesh={"pp": 2, "split": [2, 4]}).try_
     for recompute in (6, "none", "selective", "full"):
         check_layout(run_config(train={"recompute": recompute}), LLAMA)
+
+
+def test_recipes_of_recompute():
+    four = {"pp": 2, "split": [2, 4]}
+    for recompute in ("norm+act", "full:1 mlp:3", [2, "mlp"], ["none", "full:3 attention"], [0, 4]):
+        check_layout(run_config(train={"recompute": recompute}, mesh=four), LLAMA)
+    assert "stage 0 has" in refused(train={"recompute": ["full:3", "none"]}, mesh=four).what
+    assert "train.recompute=norm+act" in refused(train={"recompute": ["norm", "act"]}).try_
+    assert "train.recompute=[full, full]" in refused(train={"recompute": ["full"]}, mesh=four).try_
+    assert refused(train={"compile": True, "recompute": [2, "mlp"]}, mesh=four).where == "train.recompute"
+    run_config(train={"compile": True, "recompute": ["full:1", 2]}, mesh=four)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["", "all", "norm act", "norm:x", "full+norm", "norm+", -1, ["mlp", "nrom"]]
+)
+def test_words_that_are_no_recipe_are_refused(recipe):
+    with pytest.raises(ValidationError, match="recompute"):
+        run_config(train={"recompute": recipe})
 
 
 def test_globs_name_tensors_to_freeze():
