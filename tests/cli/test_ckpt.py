@@ -1,7 +1,9 @@
 """`sirara ckpt`, `export` and `import` as a user meets them: output, exit codes, messages."""
 
 import json
+import os
 import shutil
+import time
 
 import pytest
 import torch
@@ -36,7 +38,7 @@ def test_ls_lists_committed_steps_newest_first_and_names_the_incomplete(run, mon
     assert len(outputs) == 1
     lines = sirara("ckpt", "ls", "demo").stdout.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["10", "9", "8"]
-    assert all(line.endswith("verified") for line in lines[1:4])
+    assert all("read back 20" in line and line.endswith("; sizes agree") for line in lines[1:4])
     assert lines[4].startswith("incomplete: .step-000000011.tmp-")
     assert lines[5].startswith("incomplete: step-000000012 ")
 
@@ -44,8 +46,45 @@ def test_ls_lists_committed_steps_newest_first_and_names_the_incomplete(run, mon
 def test_ls_json_has_one_object_with_every_step(run):
     shown = json.loads(sirara("ckpt", "ls", run, "--json").stdout)
     assert [s["step"] for s in shown["steps"]] == [10, 9, 8]
-    assert shown["steps"][0]["tokens"] == 1000 and shown["steps"][0]["verified"] is True
+    assert shown["steps"][0]["tokens"] == 1000
+    assert all(s["read_back"].startswith("20") and s["changed"] == [] for s in shown["steps"])
     assert len(shown["incomplete"]) == 2
+
+
+@pytest.mark.parametrize("how", ["written", "older file moved in"])
+def test_a_file_swapped_for_one_of_equal_size_is_no_step_that_was_read(run, tmp_path, how):
+    step = run / "checkpoints" / step_name(9)
+    path = step / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    told = path.stat()
+    if how == "written":
+        path.write_bytes(raw)
+        os.utime(path, ns=(told.st_atime_ns, time.time_ns() + 10**9))
+    else:
+        other = tmp_path / "other"
+        other.write_bytes(raw)
+        os.utime(other, ns=(told.st_atime_ns, told.st_mtime_ns))  # as `cp -p` and a backup do
+        other.rename(path)
+    line = sirara("ckpt", "ls", run).stdout.splitlines()[2]
+    assert line.split()[0] == "9" and "WRITTEN SINCE: model.safetensors, `sirara ckpt verify` reads" in line
+    assert "WRITTEN" not in "".join(sirara("ckpt", "ls", run).stdout.splitlines()[3:4])
+    shown = json.loads(sirara("ckpt", "show", f"{run}@9", "--json").stdout)
+    assert shown["changed"] == ["model.safetensors"] and shown["read_back"]
+    assert sirara("ckpt", "verify", run, "--step", 9).exit_code == 65
+
+
+def test_a_step_that_was_never_read_back_says_so_and_a_copied_one_is_not_suspected(run, tmp_path):
+    shutil.copytree(run / "checkpoints", tmp_path / "copy" / "checkpoints")  # keeps times, as cp -a does
+    for mark in (tmp_path / "copy").rglob("verified.json"):
+        os.utime(mark, ns=(mark.stat().st_atime_ns, mark.stat().st_mtime_ns - 60 * 10**9))
+        for other in mark.parent.iterdir():
+            os.utime(other, ns=(other.stat().st_atime_ns, mark.stat().st_mtime_ns - 10**9 * (other != mark)))
+    (tmp_path / "copy" / "checkpoints" / step_name(8) / "verified.json").unlink()
+    lines = sirara("ckpt", "ls", tmp_path / "copy").stdout.splitlines()[1:4]
+    assert [("never read back" in line, "WRITTEN" in line) for line in lines] == [(False, False)] * 2 + [
+        (True, False)
+    ]
 
 
 def test_ls_of_a_damaged_step_says_so_and_lists_the_others(run):

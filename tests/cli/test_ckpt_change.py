@@ -123,7 +123,7 @@ def test_reshard_of_a_damaged_step_names_the_piece_and_leaves_nothing(run, tmp_p
 
 def test_prune_says_first_then_deletes_and_keeps_what_is_pinned(run):
     assert sirara("ckpt", "pin", f"{run}@2", "--note", "paper").exit_code == 0
-    assert "verified, pinned" in sirara("ckpt", "ls", run).stdout
+    assert "sizes agree; pinned" in sirara("ckpt", "ls", run).stdout
     dry = sirara("ckpt", "prune", run, "--keep-last", 1, "--dry-run")
     assert (
         dry.exit_code == 0 and "would free" in dry.stdout and len(committed_steps(run / "checkpoints")) == 4

@@ -8,8 +8,12 @@ from functools import partial
 import pytest
 from click.testing import CliRunner
 
+from sirara.checkpoint.generation import GenerationStore
 from sirara.checkpoint.object import ObjectTier
+from sirara.checkpoint.parity import rebuild
 from sirara.checkpoint.reader import Snapshot
+from sirara.checkpoint.restore import Restorer
+from sirara.checkpoint.serve import LocalNode
 from sirara.checkpoint.steps import committed_steps, save_uuid, step_name
 from sirara.cli.main import cli
 from sirara.pure.manifest import MANIFEST
@@ -234,6 +238,78 @@ def test_why_counts_pieces_over_all_places(run, images, tmp_path):
         "step 10 cannot be taken: " in result.stdout
         and "pieces are nowhere, the first is embed.weight" in result.stdout
     )
+
+
+def test_why_tells_of_a_swapped_file_and_what_a_resume_would_do(run, images):
+    for step in (8, 10):
+        path = step_of(run, step) / "model.safetensors"
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9))
+    result = sirara("ckpt", "why", run)
+    assert result.exit_code == 0 and result.stdout.count("WRITTEN SINCE: model.safetensors") == 2
+    assert "verified" not in result.stdout and "`sirara ckpt verify` reads the bytes" in result.stdout
+    assert "a resume says so and takes these pieces from the other places" in result.stdout
+    shown = json.loads(sirara("ckpt", "why", run, "--json").stdout)
+    assert [f["changed"] for f in shown["saves"][0]["found"]][:2] == [["model.safetensors"], []]
+    shutil.rmtree(images)
+    assert "a resume says so and takes step 8" in sirara("ckpt", "why", run).stdout
+
+
+def test_repair_that_finds_a_written_file_good_notes_that_it_was_read(run):
+    path = step_of(run, 8) / "model.safetensors"
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**7))
+    assert "WRITTEN SINCE" in sirara("ckpt", "ls", run).stdout
+    assert sirara("ckpt", "repair", run, "--step", 8).exit_code == 0
+    assert "WRITTEN SINCE" not in sirara("ckpt", "ls", run).stdout
+
+
+def test_why_asks_the_nodes_that_a_resume_asks(run, images):
+    """Step 10 lies on four nodes, 3 + 1: three of them are enough, and a resume on two asks two."""
+    shutil.rmtree(step_of(run, 10))
+    events(run, {"kind": "start", "nodes": 4})
+    assert "a resume on 4 nodes takes step 10, from memory of node 0" in sirara("ckpt", "why", run).stdout
+    assert "a resume on 3 nodes takes step 10" in sirara("ckpt", "why", run, "--nodes", 3).stdout
+    result = sirara("ckpt", "why", run, "--nodes", 2)
+    assert result.exit_code == 0 and "a resume on 2 nodes takes step 8, from disk\n" in result.stdout
+    assert "committed; not asked by a resume on 2 nodes" in result.stdout
+    assert "pieces are only in " in result.stdout and "memory of node 3" in result.stdout
+    events(run, {"kind": "start", "nodes": 4}, {"kind": "resume", "from_step": 10, "nodes": 1})
+    shown = json.loads(sirara("ckpt", "why", run, "--json").stdout)
+    assert (shown["nodes"], shown["takes"]) == (1, 8)
+    assert {f["place"]: f["asked"] for f in shown["saves"][0]["found"]}["memory of node 2"] is False
+
+
+@pytest.mark.parametrize("lost", [(), (1,), (1, 2), (3,)])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4])
+def test_why_and_a_resume_take_the_same_step(run, images, tmp_path, nodes, lost):
+    shutil.rmtree(step_of(run, 10))
+    for node in lost:
+        shutil.rmtree(images / f"node-{node}")
+    views = {
+        n: LocalNode([GenerationStore(images / f"node-{n}", RUN)], name=f"node {n}") for n in range(nodes)
+    }
+
+    def decode(node, step, uuid, rank):
+        """One rank leads here: what each node would decode is decoded on all."""
+        every = list(views.values())
+        return [rebuild(step, uuid, rank, nodes=every, store=view.stores[0]) for view in every][node]
+
+    found = Restorer(
+        checkpoints=run / "checkpoints",
+        control=run / "control",
+        run=RUN,
+        attempt=2,
+        rank=0,
+        node=0,
+        agree=lambda fault: fault,
+        texts=lambda text: [text],
+        views=views,
+        decode=decode,
+    ).restore(lambda snapshot: load(snapshot, small_state()) and None, distrust=lambda *_: None)
+    told = json.loads(sirara("ckpt", "why", run, "--nodes", nodes, "--json").stdout)
+    assert told["takes"] == found[1].step
 
 
 def test_why_explains_damage_leftovers_failures_and_the_last_resume(run):

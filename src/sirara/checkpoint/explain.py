@@ -5,20 +5,24 @@
     objects                  │
     events of the run        ┘   saves that failed, were skipped, are gone; what the last resume said
 
-Sizes and descriptions are looked at, not every byte: `ckpt verify` does that.
+Sizes, times and descriptions are looked at, not every byte: `ckpt verify` does that. Whether a resume takes a save is
+decided by the rule of a resume itself (sources.choose), over the nodes that it asks: 0 to n - 1 when it runs on n.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sirara.checkpoint.copies import Copy
+from sirara.checkpoint.generation import Held
+from sirara.checkpoint.object_copy import ObjectCopy
 from sirara.checkpoint.pins import is_pinned
-from sirara.checkpoint.places import Places, copies_of, manifests_of
-from sirara.checkpoint.retention import is_verified
+from sirara.checkpoint.places import NodeStore, Places, copies_of, manifests_of
+from sirara.checkpoint.retention import changed_text, read_back, state_text
+from sirara.checkpoint.sources import choose
 from sirara.checkpoint.step_folder import open_manifest, size_faults
 from sirara.checkpoint.steps import committed_steps, incomplete_steps, step_name
 from sirara.errors import CheckpointError, StorageError
@@ -31,12 +35,17 @@ MOST_UNSAVED = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """One place that has something of a save. pieces: how many of the save's `total` are there."""
+    """One place that has something of a save. pieces: how many of the save's `total` are there.
+
+    asked: whether a resume asks this place.  changed: files that were written after they had been read back.
+    """
 
     place: str
     pieces: int
     total: int
     what: str
+    asked: bool = True
+    changed: tuple[str, ...] = ()
 
     @property
     def whole(self) -> bool:
@@ -66,6 +75,7 @@ class Save:
 class Explanation:
     """Saves newest first; taken: the one that a resume takes now.
 
+    nodes: on so many nodes; None when it is not known and all that are seen count.
     unsaved: newer steps that the journal speaks of and no place has, with the reason.  leftovers: folders of saves or
     deletions that did not end.  resumed: the newest resume event, None when there was none.  unasked: places that could
     not be asked.
@@ -73,6 +83,7 @@ class Explanation:
 
     run: str
     folder: Path
+    nodes: int | None
     saves: tuple[Save, ...]
     unsaved: tuple[tuple[int, str], ...]
     leftovers: tuple[tuple[str, str], ...]
@@ -90,19 +101,36 @@ class _Case:
 
     manifest: Manifest
     held: np.ndarray
+    beyond: np.ndarray  # pieces on nodes that are not asked
     found: list[Found] = field(default_factory=list)
+    on_disk: bool = False
+    in_store: bool = False
     folder_fault: str = ""
 
-    def add(self, place: str, has: np.ndarray, what: str) -> None:
-        self.held |= has
-        self.found.append(Found(place=place, pieces=int(has.sum()), total=len(has), what=what))
+    def add(
+        self, place: str, has: np.ndarray, what: str, *, asked: bool = True, changed: tuple[str, ...] = ()
+    ) -> None:
+        if asked:
+            self.held |= has
+        else:
+            self.beyond |= has
+        pieces, total = int(has.sum()), len(has)
+        self.found.append(
+            Found(place=place, pieces=pieces, total=total, what=what, asked=asked, changed=changed)
+        )
 
 
-def explain(folder: Path, places: Places, events: Sequence[Record] = ()) -> Explanation:
+def explain(
+    folder: Path, places: Places, events: Sequence[Record] = (), *, nodes: int | None = None
+) -> Explanation:
     """Looks at the checkpoints folder of a run, the other places, and the run's events.
 
+    Args:    nodes: on which a resume would run; None: as many as the last attempt had, where the events say so.
     Raises:  StorageError when the folder cannot be read.
     """
+    nodes = nodes or _nodes_before(events)
+    asked = replace(places, stores=tuple(at for at in places.stores if _asks(at, nodes)))
+    beyond = [at for at in places.stores if not _asks(at, nodes)]
     cases: dict[str, _Case] = {}
     broken: list[Save] = []
     for step in committed_steps(folder):
@@ -115,11 +143,19 @@ def explain(folder: Path, places: Places, events: Sequence[Record] = ()) -> Expl
         if manifest.run == places.run:
             cases.setdefault(manifest.uuid, _new_case(manifest))
     for case in cases.values():
-        copies, more = copies_of(places, case.manifest)
+        copies, more = copies_of(asked, case.manifest)
         unasked += more
         for copy in copies:
+            case.in_store |= isinstance(copy, ObjectCopy)
             case.add(copy.name, _has(copy, len(case.held)), "committed")
-    saves = [_judged(case) for case in cases.values()]
+        for at in beyond:
+            alone = replace(places, stores=(at,), objects=())
+            for copy in copies_of(alone, case.manifest)[0]:
+                what = f"committed; not asked by a resume on {nodes} node{'s' if nodes != 1 else ''}"
+                place = copy.name if copy.name == at.name else f"{copy.name} of node {at.node}"
+                case.add(place, _has(copy, len(case.held)), what, asked=False)
+    readable = _readable(asked, cases.values())
+    saves = [_judged(case, readable, nodes) for case in cases.values()]
     # A torn manifest on disk is no loss when another place has this step.
     whole = {save.step for save in saves if save.restorable}
     saves += [save for save in broken if save.step not in whole]
@@ -128,6 +164,7 @@ def explain(folder: Path, places: Places, events: Sequence[Record] = ()) -> Expl
     return Explanation(
         run=places.run,
         folder=folder,
+        nodes=nodes,
         saves=tuple(saves),
         unsaved=tuple(_unsaved(events, {save.step for save in saves}, newer_than=taken)),
         leftovers=tuple(
@@ -139,7 +176,37 @@ def explain(folder: Path, places: Places, events: Sequence[Record] = ()) -> Expl
 
 
 def _new_case(manifest: Manifest) -> _Case:
-    return _Case(manifest=manifest, held=np.zeros(len(manifest.pieces), bool))
+    none = np.zeros(len(manifest.pieces), bool)
+    return _Case(manifest=manifest, held=none, beyond=none.copy())
+
+
+def _asks(at: NodeStore, nodes: int | None) -> bool:
+    return nodes is None or at.node is None or at.node < nodes
+
+
+def _nodes_before(events: Sequence[Record]) -> int | None:
+    """Nodes of the last attempt that came as far as its first step."""
+    begun = (e.get("nodes") for e in reversed(events) if e.get("kind") in BEGINNINGS)
+    nodes = next(begun, None)
+    return nodes if isinstance(nodes, int) and nodes > 0 else None
+
+
+def _readable(places: Places, cases: Collection[_Case]) -> dict[str, str]:
+    """uuid -> "" of every save that a resume may read, or why it may not: its own choice over the same inventories."""
+    held: dict[int, list[Held]] = {}
+    for at in places.stores:
+        held.setdefault(at.node or 0, []).extend(at.store.inventory())
+    folder = {case.manifest.step: case.manifest.uuid for case in cases if case.on_disk}
+    stored = [(case.manifest.step, case.manifest.uuid) for case in cases if case.in_store]
+    sources, rows = choose(held, folder=folder, stored=stored)
+    known = {source.uuid for source in sources}
+    reasons = {row.step: row.why for row in rows if row.why}
+    return {
+        case.manifest.uuid: ""
+        if case.manifest.uuid in known
+        else reasons.get(case.manifest.step) or "no place that is asked has all of it"
+        for case in cases
+    }
 
 
 def _folder_case(path: Path, step: int, run: str, cases: dict[str, _Case]) -> str:
@@ -152,11 +219,13 @@ def _folder_case(path: Path, step: int, run: str, cases: dict[str, _Case]) -> st
     case = cases.setdefault(manifest.uuid, _new_case(manifest))
     bad = {name for name, _ in faults}
     good = np.array([f.name not in bad for f in manifest.files], bool)
-    mark = "verified" if is_verified(path, uuid=manifest.uuid) else "committed, never read back"
+    mark = read_back(path, manifest)
+    changed = mark.changed if mark else ()
+    case.on_disk = True
     case.folder_fault = "; ".join(f"{name} {fault}" for name, fault in faults)
-    what = case.folder_fault or mark
+    what = case.folder_fault + changed_text(changed) if faults else state_text(mark)
     has = good[manifest.pieces.file] if len(case.held) else case.held
-    case.add("disk", has, what + (", pinned" if is_pinned(path) else ""))
+    case.add("disk", has, what + ("; pinned" if is_pinned(path) else ""), changed=changed)
     return ""
 
 
@@ -164,7 +233,7 @@ def _has(copy: Copy, pieces: int) -> np.ndarray:
     return np.fromiter((copy.locate(i) is not None for i in range(pieces)), bool, pieces)
 
 
-def _judged(case: _Case) -> Save:
+def _judged(case: _Case, readable: Mapping[str, str], nodes: int | None) -> Save:
     m = case.manifest
     lost = np.flatnonzero(~case.held)
     why = ""
@@ -172,8 +241,15 @@ def _judged(case: _Case) -> Save:
         first = int(lost[0])
         tensor = m.tensors[int(m.pieces.tensor[first])].name
         why = f"{lost.size} of {len(case.held)} pieces are nowhere, the first is {tensor}{m.box(first)}"
-    elif case.folder_fault and len(case.found) == 1:
+        if case.beyond[lost].all():
+            where = ", ".join(at.place for at in case.found if not at.asked)
+            why = (
+                f"{lost.size} of {len(case.held)} pieces are only in {where}; a resume on {nodes} asks others"
+            )
+    elif case.folder_fault and sum(at.asked for at in case.found) == 1:
         why = case.folder_fault  # no piece is missing, but a folder that is not whole is not opened
+    else:
+        why = readable[m.uuid]
     return Save(
         step=m.step, uuid=m.uuid, attempt=m.attempt, found=tuple(case.found), missing=int(lost.size), why=why
     )

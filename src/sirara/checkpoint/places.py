@@ -38,10 +38,14 @@ _NODE = "{node}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStore:
-    """Images and parity of one node, as people call the place: "memory of node 2"."""
+    """Images and parity of one node, as people call the place: "memory of node 2".
+
+    node: None when the path does not tell: of this machine, whatever number it has.
+    """
 
     name: str
     store: GenerationStore
+    node: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,7 @@ def places_of(run: RunFolder) -> Places:
     roots = {(memory_root(None, 0), False)} if memory_path(tiers) is None else set()
     roots |= {(Path(t.path), t.tier == "disk") for t in tiers if t.path is not None}
     stores = [
-        NodeStore(name=_named(durable, node), store=GenerationStore(root, name, durable=durable))
+        NodeStore(name=_named(durable, node), store=GenerationStore(root, name, durable=durable), node=node)
         for path, durable in sorted(roots, key=lambda pair: (pair[1], str(pair[0])))
         for node, root in _nodes(path)
     ]

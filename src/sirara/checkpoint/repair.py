@@ -21,7 +21,7 @@ import xxhash
 from sirara.checkpoint.copies import Copy, FolderCopy
 from sirara.checkpoint.heads import find_head
 from sirara.checkpoint.reader import Snapshot
-from sirara.checkpoint.retention import is_verified, mark_verified
+from sirara.checkpoint.retention import mark_verified, read_back
 from sirara.checkpoint.scrub import Fault, scrub
 from sirara.checkpoint.step_folder import file_owner
 from sirara.checkpoint.steps import fresh_uuid, step_name
@@ -95,7 +95,7 @@ def repair_step(
         said = {(fault.file, fault.tensor, fault.box): fault for fault in work.lost}
         found = scrub(Snapshot(path, check_sizes=False))
         lost = [said.get((fault.file, fault.tensor, fault.box), fault) for fault in found]
-    if not lost and not dry_run and not is_verified(path, uuid=manifest.uuid):
+    if not lost and not dry_run and ((mark := read_back(path, manifest)) is None or mark.changed):
         mark_verified(disk, path, uuid=manifest.uuid, bytes_read=sum(f.size for f in manifest.files))
     return Repaired(step=manifest.step, path=path, mended=tuple(work.mended), lost=tuple(lost))
 

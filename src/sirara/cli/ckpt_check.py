@@ -219,19 +219,23 @@ def _say_repaired(done: Repaired, *, dry_run: bool) -> None:
 
 @click.command(short_help="which steps can be restored from where, and why")
 @click.argument("run_name", metavar="RUN")
+@click.option(
+    "--nodes", type=click.IntRange(min=1), metavar="N", help="Of the resume; default: as the last attempt."
+)
 @json_option()
-def why(run_name: str, as_json: bool) -> int:
+def why(run_name: str, nodes: int | None, as_json: bool) -> int:
     """Which steps of RUN can be restored from where, and why the newest is or is not taken by a resume.
 
     Folders, leftovers, images and parity of the nodes that this machine sees, the object store, and the run's events
-    are looked at; `ckpt verify` reads every byte. Exit 65 when the run has saved and nothing can be restored.
+    are looked at: sizes, times and descriptions. `ckpt verify` reads every byte. A resume on N nodes asks nodes 0 to
+    N - 1. Exit 65 when the run has saved and nothing can be restored.
     """
     found = find(run_name)
     run = run_of(found.folder)
     if found.only is not None or run is None:
         raise ConfigError(f"{run_name} is no run", try_="name a run, or its folder")
     events = read(run.events)
-    told = explain(found.folder, places_of(run), events)
+    told = explain(found.folder, places_of(run), events, nodes=nodes)
     if as_json:
         say_json(_why_record(told))
     else:
@@ -249,8 +253,15 @@ def _say_why(told: Explanation, run: RunFolder) -> None:
     if taken is None:
         click.echo("no step can be restored" if told.saves or told.unsaved else "nothing was saved yet")
     else:
-        places = ", ".join(at.place for at in taken.found if at.pieces)
-        click.echo(f"a resume takes step {taken.step}, from {places}")
+        places = ", ".join(at.place for at in taken.found if at.pieces and at.asked)
+        on = "" if told.nodes is None else f" on {told.nodes} node{'s' if told.nodes > 1 else ''}"
+        click.echo(f"a resume{on} takes step {taken.step}, from {places}")
+        click.echo("sizes, times and descriptions were looked at; `sirara ckpt verify` reads the bytes")
+        changed = [name for at in taken.found for name in at.changed]
+        if changed:
+            click.echo(
+                f"what was written since may be wrong: then a resume says so and {_next_best(told, taken)}"
+            )
     for save in told.saves:
         if not save.restorable:
             click.echo(f"step {save.step} cannot be taken: {save.why}")
@@ -268,11 +279,19 @@ def _say_why(told: Explanation, run: RunFolder) -> None:
     _say_unasked(told.unasked)
 
 
+def _next_best(told: Explanation, taken: Save) -> str:
+    if sum(at.pieces > 0 for at in taken.found if at.asked) > 1:
+        return "takes these pieces from the other places"
+    older = next((save.step for save in told.saves if save.restorable and save.step < taken.step), None)
+    return "has no older step" if older is None else f"takes step {older}"
+
+
 def _why_record(told: Explanation) -> dict[str, Any]:
     return {
         "run": told.run,
         "folder": str(told.folder),
         "takes": told.taken.step if told.taken else None,
+        "nodes": told.nodes,
         "saves": [_save_row(save) for save in told.saves],
         "unsaved": [{"step": step, "why": reason} for step, reason in told.unsaved],
         "leftovers": [{"name": name, "why": reason} for name, reason in told.leftovers],
@@ -282,7 +301,11 @@ def _why_record(told: Explanation) -> dict[str, Any]:
 
 
 def _save_row(save: Save) -> dict[str, Any]:
-    found = [{"place": f.place, "pieces": f.pieces, "of": f.total, "what": f.what} for f in save.found]
+    found = [
+        {"place": f.place, "pieces": f.pieces, "of": f.total, "what": f.what, "asked": f.asked}
+        | {"changed": list(f.changed)}
+        for f in save.found
+    ]
     fields = {"step": save.step, "uuid": save.uuid, "attempt": save.attempt, "found": found}
     return fields | {"restorable": save.restorable, "missing": save.missing, "why": save.why}
 

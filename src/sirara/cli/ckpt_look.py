@@ -11,12 +11,12 @@ from sirara.checkpoint.compare import Comparison, TensorDiff, compare
 from sirara.checkpoint.find import find, step_folder
 from sirara.checkpoint.pins import is_pinned
 from sirara.checkpoint.reader import Snapshot
-from sirara.checkpoint.retention import is_verified
+from sirara.checkpoint.retention import read_back, state_text
 from sirara.checkpoint.steps import incomplete_steps, named_step
 from sirara.cli.ckpt_options import shape_text, size_text, step_option, value_text
 from sirara.cli.options import json_option, say_json
 from sirara.errors import CheckpointError, Exit, StorageError
-from sirara.pure.manifest import MANIFEST, TensorEntry
+from sirara.pure.manifest import MANIFEST, Manifest, TensorEntry
 from sirara.pure.saveplan import ITEM_BYTES
 
 
@@ -24,7 +24,10 @@ from sirara.pure.saveplan import ITEM_BYTES
 @click.argument("target")
 @json_option()
 def ls(target: str, as_json: bool) -> None:
-    """The committed steps of TARGET, newest first, and what is incomplete."""
+    """The committed steps of TARGET, newest first, and what is incomplete.
+
+    Of each is said when its bytes were last read and whether files were written since; `ckpt verify` reads them now.
+    """
     found = find(target)
     rows = [_summary(path) for path in found.paths()]
     incomplete = [] if found.only else incomplete_steps(found.folder)
@@ -62,7 +65,7 @@ def show(target: str, step: int | None, tensors: bool, as_json: bool) -> None:
         "tokens": m.tokens,
         "attempt": m.attempt,
         "uuid": m.uuid,
-        "verified": is_verified(snapshot.path, uuid=m.uuid),
+        **_read_back(snapshot.path, m),
         "pinned": is_pinned(snapshot.path),
         "layout": m.layout,
         "versions": m.versions,
@@ -75,7 +78,7 @@ def show(target: str, step: int | None, tensors: bool, as_json: bool) -> None:
         say_json(fields | {"files": files} | counts | more)
         return
     for name, value in fields.items():
-        if name != "record":
+        if name not in ("record", "read_back", "changed"):  # the state says both
             click.echo(f"{name:9} {value_text(value)}")
     click.echo("record")
     for name, value in m.record.items():
@@ -184,7 +187,14 @@ def _tensor_row(snapshot: Snapshot, i: int) -> dict[str, Any]:
 def _state(row: dict[str, Any]) -> str:
     if row["fault"]:
         return row["fault"]
-    return ("verified" if row["verified"] else "committed") + (", pinned" if row["pinned"] else "")
+    return row["state"] + ("; pinned" if row["pinned"] else "")
+
+
+def _read_back(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """When its bytes were read and what was written since, of a step whose sizes agree."""
+    found = read_back(path, manifest)
+    when, changed = (found.time, list(found.changed)) if found else (None, [])
+    return {"read_back": when, "changed": changed, "state": state_text(found)}
 
 
 def _summary(path: Path) -> dict[str, Any]:
@@ -195,14 +205,14 @@ def _summary(path: Path) -> dict[str, Any]:
     try:
         m = Snapshot(path, step=named).manifest
     except (CheckpointError, StorageError) as fault:
-        unknown = {"bytes": 0, "tokens": 0, "verified": False, "pinned": is_pinned(path)}
-        return row | unknown | {"step": named or 0, "fault": fault.what}
+        unknown = {"bytes": 0, "tokens": 0, "read_back": None, "changed": [], "pinned": is_pinned(path)}
+        return row | unknown | {"step": named or 0, "state": fault.what, "fault": fault.what}
     return row | {
         "step": m.step,
         "bytes": sum(f.size for f in m.files),
         "tokens": m.tokens,
         "layout": m.layout,
         "uuid": m.uuid,
-        "verified": is_verified(path, uuid=m.uuid),
+        **_read_back(path, m),
         "pinned": is_pinned(path),
     }
