@@ -192,6 +192,7 @@ class SaveOutcome:
     kind: "saved" | "failed" | "skipped" | "queued" (why says what kept it) | "uploaded" (an earlier saved one; tiers
     says whether it is in the object store).  fault: why it failed.  in_a_row: failures so far.  tiers: of a kept one,
     which hold it and which do not.  seconds: stall (the training waited), hash, write, commit, verify.
+    untold: saves before it that were queued as well, for a reason that had been told already.
     """
 
     kind: Literal["saved", "failed", "skipped", "queued", "uploaded"]
@@ -204,6 +205,7 @@ class SaveOutcome:
     fault: SiraraError | None = None
     in_a_row: int = 0
     why: str = ""
+    untold: int = 0
 
 
 def failed_line(error: BaseException) -> bytes:

@@ -29,6 +29,7 @@ class Counts:
     queued: int = 0
     skipped: int = 0
     waited: int = 0
+    held_back: int = 0  # until the next try of one that failed
 
 
 class Ledger:
@@ -46,6 +47,7 @@ class Ledger:
         self.lost: list[str] = []
         self.kept_in_memory = False
         self._outcomes: list[SaveOutcome] = []
+        self._told, self._untold = "", 0  # why saves are queued, and how many since that was said
 
     @property
     def backing_off(self) -> bool:
@@ -85,21 +87,30 @@ class Ledger:
             seconds=end.seconds,
             fault=end.fault,
             in_a_row=self.failures.in_a_row,
+            untold=self._untold,
         )
+        self._told, self._untold = "", 0
         self._outcomes.append(self.last)
 
     def later(self, step: int, move: Move, wanted: frozenset[str], *, speaks: bool) -> None:
-        """A save of `wanted` was not begun."""
+        """A save of `wanted` was not begun. Told once for each reason until the next save ends; the rest is counted."""
         if move is Move.SKIP:
             self.counts.skipped += 1
         elif move is Move.QUEUE:
             self.counts.queued += 1
+        elif move is Move.BACK_OFF:
+            self.counts.held_back += 1
         if not speaks:
             return
         if move is not Move.SKIP:
             self.put_off = wanted
         why = "a save is still being written" if move is not Move.BACK_OFF else "the save before it failed"
         kind = "skipped" if move is Move.SKIP else "queued"
+        if kind == "queued":
+            if self._told == why:
+                self._untold += 1
+                return
+            self._told = why
         self._outcomes.append(SaveOutcome(kind=kind, step=step, why=why))
 
     def uploaded(self, uploads: Sequence[UploadEnd]) -> None:

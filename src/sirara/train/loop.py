@@ -128,8 +128,13 @@ class _Journal:
             self.events.append({"kind": kind, **fields}, durable=kind in ("stop", "done", "resume"))
 
     def started(self) -> None:
-        self.event("start", layout=self.trainer.layout, grade=self.trainer.grade.name)
+        self.event("start", layout=self.trainer.layout, nodes=self._nodes, grade=self.trainer.grade.name)
         self._tell_layout()
+
+    @property
+    def _nodes(self) -> int:
+        """Whose memory a resume like this one asks."""
+        return -(-self.trainer.world.size // self.trainer.world.local_size)
 
     def _tell_layout(self) -> None:
         if self.speaks:
@@ -170,6 +175,7 @@ class _Journal:
             grade=grade.name,
             why=list(grade.why),
             layout=self.trainer.layout,
+            nodes=self._nodes,
             skipped=[list(pair) for pair in restored.skipped],
             sources=[[row.step, row.tier, row.what, row.why] for row in restored.table],
         )
@@ -209,13 +215,21 @@ class _Journal:
     def _saved(self, outcome: SaveOutcome, kind: str) -> None:
         tiers = {name: "kept" if result.ok else result.fault for name, result in outcome.tiers.items()}
         seconds = {name: round(value, 6) for name, value in outcome.seconds.items()}
-        self.event(kind, step=outcome.step, digest=outcome.digest, tiers=tiers, seconds=seconds)
+        untold = {"untold": outcome.untold} if outcome.untold else {}
+        self.event(kind, step=outcome.step, digest=outcome.digest, tiers=tiers, seconds=seconds, **untold)
+        if self.speaks and outcome.untold:
+            _log.info(
+                "the checkpoint of step %d is kept; %d more were queued before it",
+                outcome.step,
+                outcome.untold,
+            )
         for name, result in outcome.tiers.items():
             if self.speaks and not result.ok:
                 _log.warning("step %d is not kept in tier %s: %s", outcome.step, name, result.fault)
 
     def _save_failed(self, outcome: SaveOutcome, error: SiraraError) -> None:
-        self.event("save_failed", step=outcome.step, error=str(error), in_a_row=outcome.in_a_row)
+        untold = {"untold": outcome.untold} if outcome.untold else {}
+        self.event("save_failed", step=outcome.step, error=str(error), in_a_row=outcome.in_a_row, **untold)
         if self.speaks:
             _log.error(
                 "the checkpoint of step %d could not be written (%d in a row, %d end the run); older ones are kept\n%s",
