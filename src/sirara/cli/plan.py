@@ -31,18 +31,23 @@ class _Plan(click.Command):
             from sirara.cli.plan_validate import plan_validate
 
             return plan_validate.make_context(f"{info_name} validate", args[1:], parent, **extra)
+        if args and args[0] == "calibrate":
+            from sirara.cli.plan_calibrate import plan_calibrate
+
+            return plan_calibrate.make_context(f"{info_name} calibrate", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
 
 @click.command(
     cls=_Plan,
     context_settings=WITH_OVERRIDES,
-    epilog="`sirara plan validate ROWS.csv` compares predictions with published measurements.",
+    epilog="`sirara plan calibrate` measures this machine for --gpu here; `sirara plan validate ROWS.csv` compares "
+    "predictions with published measurements.",
 )
 @click.argument("path", metavar="CONFIG")
 @overrides
 @click.option("--gpus", type=click.IntRange(1), help="Devices; default: what the mesh asks for.")
-@click.option("--gpu", default=None, help="Accelerator by name, or a YAML file. Default: h100-sxm.")
+@click.option("--gpu", default=None, help="Accelerator by name, a YAML file, or `here`. Default: h100-sxm.")
 @click.option("--nodes", type=click.IntRange(1), help="Nodes that the devices are on.")
 @click.option("--price", type=float, help="Of one device for one hour.")
 @click.option("--mtbf", type=float, help="Device hours between failures.")

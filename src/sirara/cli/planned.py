@@ -14,6 +14,7 @@ from sirara.config.schema import RunConfig
 from sirara.config.units import parse_size_bytes
 from sirara.data.sources import tokenizer_of
 from sirara.errors import ConfigError, PlanError, SiraraError
+from sirara.launch.local import count_gpus
 from sirara.plan.constants import fitted
 from sirara.plan.explain import SOURCES, changes_text, text
 from sirara.plan.explain_search import search_record, search_text
@@ -23,11 +24,12 @@ from sirara.plan.hardware import Cluster, table
 from sirara.plan.hardware import load as load_accelerator
 from sirara.plan.layouts import whole_space
 from sirara.plan.page import as_html
+from sirara.plan.profile import Here, here, is_profile, of_profile, read
 from sirara.plan.search import Found, search, smaller
 from sirara.plan.verdict import Change, Plan, Setting, nearest, plan, refusal
 from sirara.pure.families import ModelShape
 
-DEFAULT_GPU = "h100-sxm"
+DEFAULT_GPU, HERE = "h100-sxm", "here"
 
 
 def shape_on_paper(config: RunConfig) -> ModelShape:
@@ -148,7 +150,9 @@ def _setting(
 ) -> tuple[Setting, list[str]]:
     assumed = [] if gpu else [f"{DEFAULT_GPU} (--gpu)"]
     groups = [part.partition(":") for part in (gpu or DEFAULT_GPU).split("+")]
-    kinds = [load_accelerator(name) for name, _, _ in groups]
+    profile, note = _profile(gpu, loaded)
+    assumed += [note] if note else []
+    kinds = [profile.accelerator if profile else load_accelerator(name) for name, _, _ in groups]
     accelerator, counts = kinds[0], tuple(int(n) for _, _, n in groups if n.isdecimal())
     if len(kinds) > 1 and len(counts) != len(kinds):
         raise ConfigError(
@@ -176,8 +180,24 @@ def _setting(
         price_per_hour=price,
         reliability=reliability,
         ceiling_bytes=None if ceiling is None else float(parse_size_bytes(ceiling)),
+        profile=None if profile is None else profile.profile,
     )
     return setting, assumed
+
+
+def _profile(gpu: str | None, loaded: Loaded) -> tuple[Here | None, str]:
+    """(what is measured of the accelerator that was asked for, in words) for `here` and the file of a profile."""
+    launch, mesh = loaded.config.launch, loaded.config.mesh
+    workers = launch.nproc if isinstance(launch.nproc, int) else mesh.pp * mesh.cp * mesh.tp
+    workers = max(workers, mesh.pp * mesh.cp * mesh.tp * (mesh.dp if isinstance(mesh.dp, int) else 1))
+    if gpu == HERE:
+        found = here("cuda" if count_gpus(os.environ) else "cpu", workers=workers // launch.nodes)
+        return found, f"this machine: {found.why}"
+    path = Path(gpu or "")
+    if path.suffix in (".yaml", ".yml") and path.is_file() and is_profile(path):
+        known = of_profile(read(path), workers=workers // launch.nodes)
+        return known, f"the machine of {path}: {known.why}"
+    return None, ""
 
 
 def neighbours(found: Plan) -> list[str]:

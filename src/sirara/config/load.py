@@ -28,7 +28,7 @@ from sirara.pure.hf_config import shape_from_config
 
 ENV_PREFIX = "SIRARA_"
 # Variables that speak to Sirara but are no keys of a configuration.
-NOT_CONFIG = frozenset({"SIRARA_DEVICE", "SIRARA_DEADLINE"})
+NOT_CONFIG = frozenset({"SIRARA_DEVICE", "SIRARA_DEADLINE", "SIRARA_PROFILE"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

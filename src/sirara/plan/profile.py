@@ -26,7 +26,7 @@ from sirara.errors import ConfigError
 from sirara.plan.hardware import Accelerator, find, one_accelerator
 from sirara.pure.shape import ModelShape
 
-FORMAT = 1
+FORMAT, _KEY = 1, "sirara_profile"
 GPU_FOLDERS = Path("/proc/driver/nvidia/gpus")
 UNKNOWN_GPU = "h100-sxm"
 PROFILE = "SIRARA_PROFILE"
@@ -197,7 +197,7 @@ def text_of(profile: Profile) -> str:
     """The file's text; `read` understands it."""
     from_row = {k: v for k, v in asdict(profile).items() if k not in ("accelerator", "machine", "crowd")}
     data = {
-        "sirara_profile": FORMAT,
+        _KEY: FORMAT,
         "machine": asdict(profile.machine),
         "accelerator": profile.accelerator.as_row(),
         "crowd": dict(profile.crowd),
@@ -206,9 +206,12 @@ def text_of(profile: Profile) -> str:
     return yaml.safe_dump(data, sort_keys=False, width=200, default_flow_style=None)
 
 
-def is_profile(data: object) -> bool:
-    """Whether a parsed YAML file is a profile, not a table of accelerators."""
-    return isinstance(data, dict) and "sirara_profile" in data
+def is_profile(path: Path) -> bool:
+    """Whether a file says that it is a profile, not a table of accelerators."""
+    try:
+        return any(line.startswith(f"{_KEY}:") for line in path.read_text(encoding="utf-8").splitlines())
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def read(path: Path) -> Profile:
@@ -220,10 +223,10 @@ def read(path: Path) -> Profile:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise _bad(path, str(error).splitlines()[0]) from error
-    if not is_profile(data):
-        raise _bad(path, "it has no key sirara_profile")
-    if data["sirara_profile"] != FORMAT:
-        raise _bad(path, f"its format is {data['sirara_profile']!r}, this version reads {FORMAT}")
+    if not isinstance(data, dict) or _KEY not in data:
+        raise _bad(path, f"it has no key {_KEY}")
+    if data[_KEY] != FORMAT:
+        raise _bad(path, f"its format is {data[_KEY]!r}, this version reads {FORMAT}")
     try:
         return _parsed(data, str(path))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -269,7 +272,8 @@ class Here:
     """What the present machine is known by.
 
     how: "profile" or "shipped".  why: in words, for people; a warning where a profile was there and refused.
-    refused: the profile was damaged, or of another machine.
+    refused: the profile was damaged, or of another machine.  stand_in: the table does not know this device, and the
+    figures describe another one.
     """
 
     accelerator: Accelerator
@@ -277,6 +281,7 @@ class Here:
     how: Literal["profile", "shipped"]
     why: str
     refused: bool = False
+    stand_in: bool = False
 
 
 def here(
@@ -306,13 +311,24 @@ def here(
             )
         other = "damaged" if found is None else "of another machine"
         warning = f"; {path} is {other}, and not used: {differs} (`sirara plan calibrate` makes a new one)"
-    accelerator, known = _shipped(mine)
+    accelerator, known, stand_in = _shipped(mine)
     return Here(
         accelerator=_shared(accelerator, mine, workers),
         profile=None,
         how="shipped",
         why=known + warning,
         refused=bool(warning),
+        stand_in=stand_in,
+    )
+
+
+def of_profile(profile: Profile, *, workers: int = 1) -> Here:
+    """A machine that is known by its profile alone; `workers` as in `here`."""
+    return Here(
+        accelerator=_shared(profile.accelerator, profile.machine, workers),
+        profile=profile,
+        how="profile",
+        why=f"measured on {profile.machine.date[:10]}",
     )
 
 
@@ -323,16 +339,16 @@ def _shared(accelerator: Accelerator, machine: Machine, workers: int) -> Acceler
     return replace(accelerator, hbm_bytes=machine.memory_bytes / max(1, workers))
 
 
-def _shipped(machine: Machine) -> tuple[Accelerator, str]:
+def _shipped(machine: Machine) -> tuple[Accelerator, str, bool]:
     if machine.device == "cpu":
-        return find("cpu"), "rates of the shipped table; memory of this machine"
+        return find("cpu"), "rates of the shipped table; memory of this machine", True
     name = machine.model
     for known in (name, name.removeprefix("nvidia "), *reversed(name.split())):
         try:
-            return find(known), f"the driver says {name}"
+            return find(known), f"the driver says {name}", False
         except ConfigError:
             continue
-    return find(UNKNOWN_GPU), f"{name or 'the device'} is not in the table: taken for {UNKNOWN_GPU}"
+    return find(UNKNOWN_GPU), f"{name or 'the device'} is not in the table: taken for {UNKNOWN_GPU}", True
 
 
 def this_machine(device_type: Literal["cpu", "cuda"]) -> Machine:

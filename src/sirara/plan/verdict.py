@@ -17,6 +17,7 @@ from sirara.plan.cost import Times
 from sirara.plan.from_config import as_points, layout_columns, model_columns
 from sirara.plan.goodput import Goodput, goodput
 from sirara.plan.held import Held, held
+from sirara.plan.measured import measured_times
 from sirara.plan.memory import Memory, memory
 from sirara.plan.offload import slowest
 from sirara.plan.points import Points
@@ -28,6 +29,11 @@ GIB = float(1 << 30)
 FILE_BYTES = 2 << 30
 BYTES_OF = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4), "fp16": (2, 4), "fp8": (1, 4)}
 """Of a saved weight, and of a master and each tensor of optimizer state."""
+FORMULA = "formulas, with rates of the shipped table"
+RATES = "formulas, with rates measured on this machine"
+UNITS = (
+    "times of the model's own units, measured on this machine, and the executor's phases (plan/measured.py)"
+)
 ARENAS = 2
 """Snapshots in host memory that a save beside training needs."""
 
@@ -78,6 +84,8 @@ class Plan:
     not_run: str
     """What of it this version does not run, "" if all."""
     bars: Bars
+    how: str = ""
+    """How the step's time is known: FORMULA, RATES or UNITS."""
 
     @property
     def gpus(self) -> int:
@@ -146,7 +154,8 @@ class Plan:
                 ],
             },
             "time": {
-                "step_s": self.step_s, "error": error_of(self.bars.time), "exposed_s": exposed, "hidden_s": hidden,
+                "step_s": self.step_s, "how": self.how, "error": error_of(self.bars.time), "exposed_s": exposed,
+                "hidden_s": hidden,
                 "tokens_per_s": self.tokens_per_s, "mfu": self.mfu, "mfu_whole_square": self.mfu_whole,
                 "hfu": self.hfu,
             },
@@ -186,9 +195,16 @@ def _judged(
     point = as_points(columns, setting.cluster)
     used = memory(point, setting.table, setting.constants)
     times = slowest(point, setting.table, setting.constants)
+    ranks = held(config, shape, point, setting.table, setting.constants)
+    how = FORMULA
+    if setting.profile is not None and not setting.counts:
+        how = RATES
+        there = {"ranks": int(point.gpus[0]), "per_node": setting.cluster.per_node}
+        measured = measured_times(config, shape, setting.profile, ranks, times, **there)
+        if measured is not None:
+            times, how = measured, UNITS
     step_s = float(times.step_s[0])
     mfu, whole, hfu = utilisation(config, shape, setting, point, step_s)
-    ranks = held(config, shape, point, setting.table, setting.constants)
     saved = saves(config, shape, setting, point)
     every = saved.every_steps
     durable = max([t for name, t in saved.tiers.items() if name != "object"] or [saved.stall_s])
@@ -215,6 +231,7 @@ def _judged(
         ),
         not_run=what_does_not_run(config),
         bars=bars(point),
+        how=how,
     )
 
 

@@ -1,0 +1,262 @@
+"""`sirara plan calibrate [CONFIG]`: this machine measured, so that plans for it are plans of what it does."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sirara.cli.options import WITH_OVERRIDES, json_option, overrides, say_json
+from sirara.cli.planned import shape_on_paper
+from sirara.config.load import Loaded, load
+from sirara.config.run_folder import write_durably
+from sirara.errors import CommError, ConfigError
+from sirara.launch.local import count_gpus
+from sirara.launch.signals import die_with_parent
+from sirara.plan.calibrated import WorldRows, merged, profile_of
+from sirara.plan.profile import (
+    Move,
+    Profile,
+    Rate,
+    UnitTime,
+    default_path,
+    here,
+    read,
+    text_of,
+    this_machine,
+)
+
+CPU_S, GPU_S = 110.0, 540.0
+"""Time budget on CPUs and with GPUs."""
+START_S = 8.0
+"""What starting a world takes, of its share of the budget."""
+DEFAULT = """\
+schema: 1
+name: calibrate
+model: {family: llama, layers: 4, hidden: 512, heads: 8, vocab: 8192, max_seq: 256}
+data: {train: [{path: none}], seq_len: 256}
+train: {steps: 1, global_batch: 8, micro_batch: 4, precision: fp32, optimizer: {name: adamw, lr: 1e-3}}
+"""
+
+
+@click.command("calibrate", context_settings=WITH_OVERRIDES)
+@click.argument("path", metavar="[CONFIG]", required=False)
+@overrides
+@click.option("--nproc", type=click.IntRange(1), help="The most processes at once. Default: GPUs, or cores.")
+@click.option(
+    "--out", type=click.Path(dir_okay=False), help="Where the profile goes. Default: where plans look."
+)
+@click.option(
+    "--seconds", type=click.FloatRange(1), help=f"Time budget. Default: {CPU_S:.0f}, {GPU_S:.0f} with GPUs."
+)
+@click.option("--worker", "spec", hidden=True, type=click.Path(exists=True, dir_okay=False))
+@json_option()
+def plan_calibrate(
+    path: str | None,
+    overrides: list[str],
+    nproc: int | None,
+    out: str | None,
+    seconds: float | None,
+    spec: str | None,
+    as_json: bool,
+) -> None:
+    """Measure this machine; `plan --gpu here` and `mesh: auto` believe what was measured.
+
+    With CONFIG its model's own block, embedding and head are measured, and plans of it are made of their times;
+    without, a small llama's, whose rates scale the formulas.  The same command for another CONFIG adds to the profile.
+    """
+    if spec is not None:
+        _work(Path(spec))
+        return
+    if path is not None and "=" in path and not Path(path).exists():
+        path, overrides = None, [path, *overrides]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="sirara-calibrate-") as folder:
+        loaded = _loaded(path, overrides, Path(folder))
+        shape = shape_on_paper(loaded.config)
+        gpus = count_gpus(os.environ)
+        machine = replace(
+            this_machine("cuda" if gpus else "cpu"), date=datetime.now().isoformat(timespec="seconds")
+        )
+        most = nproc or (gpus or max(2, machine.cores))
+        budget_s = seconds or (GPU_S if gpus else CPU_S)
+        counts = sorted({1, min(2, most), min(machine.devices, most), most})
+        worlds = _worlds(counts, loaded, Path(folder), began + budget_s)
+    base = here(machine.device, env={**os.environ, "SIRARA_PROFILE": "none"}).accelerator  # pyright: ignore[reportArgumentType]
+    found = profile_of(machine, base, worlds, loaded.config, shape)
+    target = Path(out) if out else default_path()
+    found = _with_older(target, found)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(target, text_of(found))
+    took = time.monotonic() - began
+    if as_json:
+        say_json({"profile": str(target), "seconds": round(took, 1), **_summary(found)})
+        return
+    click.echo(f"{target}: {len(found.units)} unit times, {len(found.moves)} moves, {len(found.rates)} rates")
+    for name, value in _summary(found).items():
+        click.echo(f"  {name:<24}{value}")
+    click.echo(f"measured in {took:.0f} s; `sirara plan CONFIG --gpu here` uses it")
+
+
+def _loaded(path: str | None, words: Sequence[str], folder: Path) -> Loaded:
+    if path is None:
+        path = str(folder / "default.yaml")
+        Path(path).write_text(DEFAULT)
+    return load(path, words, os.environ, on_paper=True)
+
+
+def _with_older(target: Path, found: Profile) -> Profile:
+    """What an older profile of this machine knows of other models is kept."""
+    try:
+        old = read(target)
+    except ConfigError:
+        return found
+    return found if old.machine.differs(found.machine) else merged(old, found)
+
+
+def _summary(p: Profile) -> dict[str, Any]:
+    a = p.accelerator
+    return {
+        "machine": f"{p.machine.cores} cores of {p.machine.cpu}; {p.machine.model}",
+        "products_gflops": round(max(a.peak_flops_per_s.values()) / 1e9, 1),
+        "achievable": round(a.achievable, 3),
+        "memory_gb_per_s": round(a.hbm_bytes_per_s / 1e9, 2),
+        "exchange_gb_per_s": round(a.up_bus_bytes_per_s / 1e9, 2),
+        "crowd": {n: round(f, 2) for n, f in sorted(p.crowd.items())},
+        "disk_write_gb_per_s": None if p.disk_write_per_s is None else round(p.disk_write_per_s / 1e9, 2),
+        "disk_read_gb_per_s": None if p.disk_read_per_s is None else round(p.disk_read_per_s / 1e9, 2),
+    }
+
+
+# ---- worlds of processes
+
+
+def _worlds(counts: Sequence[int], loaded: Loaded, folder: Path, stop_at: float) -> list[WorldRows]:
+    """Each world's rows; a world for which no time is left is left out, and that is said."""
+    found: list[WorldRows] = []
+    (folder / "config.yaml").write_text(loaded.text)
+    for at, count in enumerate(counts):
+        share_s = (stop_at - time.monotonic()) / (len(counts) - at)
+        if found and share_s < 2.0:
+            click.echo(f"no time is left for {count} processes", err=True)
+            break
+        click.echo(f"{count} {'processes' if count > 1 else 'process'}, {share_s:.0f} s", err=True)
+        try:
+            found.append(_world(count, folder, share_s))
+        except CommError as error:
+            if not found:
+                raise
+            click.echo(f"left out: {error.what}: {error.why}", err=True)
+            break
+    return found
+
+
+def _world(count: int, folder: Path, share_s: float) -> WorldRows:
+    result = folder / f"world-{count}.json"
+    spec = folder / f"spec-{count}.json"
+    spec.write_text(
+        json.dumps(
+            {
+                "config": str(folder / "config.yaml"),
+                "result": str(result),
+                "parent": os.getpid(),
+                "budget_s": max(1.0, share_s - START_S),
+            }
+        )
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    cores = len(os.sched_getaffinity(0))
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // count))
+    env = {
+        **os.environ, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": threads,
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }  # fmt: skip
+    if count * int(threads.split(",")[0]) > cores:
+        env["OMP_WAIT_POLICY"] = "PASSIVE"
+    command = [sys.executable, "-m", "sirara", "plan", "calibrate", "--worker", str(spec)]
+    workers = [
+        subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(count)
+    ]
+    try:
+        _wait(workers, time.monotonic() + START_S * count + 3 * share_s)
+    finally:
+        for worker in workers:
+            if worker.poll() is None:
+                worker.send_signal(signal.SIGKILL)
+            worker.wait()
+    return _rows(count, json.loads(result.read_text()))
+
+
+def _wait(workers: Sequence["subprocess.Popen[bytes]"], deadline: float) -> None:
+    """Until all have ended well.
+
+    Raises:  CommError when one failed, or at the deadline.
+    """
+    while any(worker.poll() is None for worker in workers):
+        failed = [(n, w.returncode) for n, w in enumerate(workers) if w.returncode]
+        if failed or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    failed = [(n, w.returncode) for n, w in enumerate(workers) if w.returncode]
+    if failed or any(worker.poll() is None for worker in workers):
+        why = f"process {failed[0][0]} ended with {failed[0][1]}" if failed else "it took too long"
+        raise CommError(
+            f"a world of {len(workers)} processes could not be measured", why=why,
+            try_=["--nproc with fewer", "a CONFIG with a smaller micro_batch"],
+        )  # fmt: skip
+
+
+def _rows(count: int, data: dict[str, Any]) -> WorldRows:
+    return WorldRows(
+        ranks=count,
+        units=tuple(UnitTime(**row) for row in data["units"]),
+        moves=tuple(Move(**row) for row in data["moves"]),
+        rates=tuple(Rate(**row) for row in data["rates"]),
+        bandwidth=data["bandwidth"],
+    )
+
+
+def _work(spec: Path) -> None:
+    """One process of a world: measures, and rank 0 writes what was found."""
+    import torch
+
+    from sirara.comm.world import World, connect, disconnect, world_comm
+    from sirara.device import open_device
+    from sirara.train.calibrate import measure
+
+    asked = json.loads(spec.read_text())
+    die_with_parent(asked["parent"])
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+    world = World.from_environment()
+    config = load(asked["config"], on_paper=True).config
+    device = open_device(local_rank=world.local_rank, exact=config.numerics == "exact")
+    connect(world, backend="nccl" if device.kind == "cuda" else "gloo", timeout_s=120.0)
+    comm = world_comm(world, timeout_s=120.0)
+    tp = config.mesh.tp
+    found = measure(
+        config,
+        shape_on_paper(config),
+        world=world,
+        comm=comm,
+        device=device.torch_device,
+        budget_s=asked["budget_s"],
+        tps=sorted({2, tp} - {1}),
+        say=lambda line: click.echo(f"  {line}", err=True) if world.rank == 0 else None,
+    )
+    if world.rank == 0:
+        Path(asked["result"]).write_text(json.dumps(asdict(found)))
+    comm.gather_rows("leave", torch.zeros(1, device=device.torch_device))
+    disconnect()

@@ -1,0 +1,133 @@
+"""From what the worlds of a calibration measured to a profile: crowding, and an accelerator for the formulas.
+
+The accelerator is what configurations are planned by whose own blocks were not measured: measured rates of products,
+attention, memory and exchanges, and `achievable` such that the formula's block takes as long as the measured one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sirara.config.schema import RunConfig
+from sirara.plan.constants import Constants, fitted
+from sirara.plan.from_config import as_points, cluster_of, layout_columns, model_columns
+from sirara.plan.hardware import Accelerator, table
+from sirara.plan.kernels import dense_block, rates
+from sirara.plan.profile import Machine, Move, Profile, Rate, UnitTime
+from sirara.pure.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldRows:
+    """What one world of `ranks` processes measured."""
+
+    ranks: int
+    units: tuple[UnitTime, ...]
+    moves: tuple[Move, ...]
+    rates: tuple[Rate, ...]
+    bandwidth: dict[str, float]
+
+
+def profile_of(
+    machine: Machine, base: Accelerator, worlds: Sequence[WorldRows], config: RunConfig, shape: ModelShape
+) -> Profile:
+    """The profile of one machine.
+
+    Args:  base: the shipped accelerator that is nearest, for what was not measured.  config, shape: as measured.
+    """
+    units = tuple(u for w in worlds for u in w.units)
+    bandwidth = {k: v for w in worlds for k, v in w.bandwidth.items()}
+    found = Profile(
+        machine=machine,
+        accelerator=base,
+        units=units,
+        moves=tuple(m for w in worlds for m in w.moves),
+        rates=tuple(r for w in worlds for r in w.rates),
+        crowd=crowd_of(worlds) if machine.device == "cpu" else {1: 1.0},
+        disk_write_per_s=bandwidth.get("disk write"),
+        disk_read_per_s=bandwidth.get("disk read"),
+    )
+    return replace(found, accelerator=_accelerator(found, bandwidth, config, shape))
+
+
+def crowd_of(worlds: Sequence[WorldRows]) -> dict[int, float]:
+    """Processes -> factor of a block's time over the same world's when one process computes alone."""
+    found = {1: 1.0}
+    for world in worlds:
+        blocks = [u for u in world.units if u.unit == "block" and u.tp == 1 and u.recompute == "none"]
+        took = {u.processes: u.forward_s + u.backward_s for u in blocks}
+        if 1 in took:
+            found |= {n: max(1.0, s / took[1]) for n, s in took.items() if n > 1}
+    return found
+
+
+def merged(old: Profile, new: Profile) -> Profile:
+    """The new measurements, and those units of the old profile that were not measured again."""
+
+    def key(u: UnitTime) -> tuple[object, ...]:
+        return (u.signature, u.unit, u.micro_batch, u.seq_len, u.tp, u.sequence, u.dtype, u.threads, u.processes,
+                u.recompute)  # fmt: skip
+
+    known = {key(u) for u in new.units}
+    return replace(new, units=(*(u for u in old.units if key(u) not in known), *new.units))
+
+
+def _accelerator(
+    p: Profile, bandwidth: dict[str, float], config: RunConfig, shape: ModelShape
+) -> Accelerator:
+    base, dtype, device = p.accelerator, config.train.precision, p.machine.device
+    busiest = max((r.processes for r in p.rates if r.processes <= p.machine.devices), default=1)
+
+    def rate(kind: str) -> float | None:
+        return p.rate(kind, processes=busiest)
+
+    product, attention, copy = rate("product"), rate("attention"), rate("copy")
+    k = fitted()
+    factor = (product or base.peak(dtype)) / base.peak(dtype)
+    peak = {d: v * factor for d, v in base.peak_flops_per_s.items()}
+    sums = 8.0 if dtype == "fp64" else 4.0
+    flash = base.attention_plain if attention is None else attention / (peak["bf16"] * k.attention)
+    moved = base.hbm_bytes_per_s if copy is None else 2 * sums * copy
+    exchanges = sorted((m for m in p.moves if m.kind == "exchange" and not m.across), key=lambda m: m.bytes)
+    link = exchanges[-1].bytes / exchanges[-1].seconds if exchanges else base.up_bus_bytes_per_s
+    found = replace(
+        base,
+        peak_flops_per_s=peak,
+        attention_plain=flash,
+        attention_tuned=flash,
+        hbm_bytes=p.machine.memory_bytes / p.machine.devices if device == "cpu" else base.hbm_bytes,
+        hbm_bytes_per_s=moved,
+        hbm_achievable=1.0,
+        up_bytes_per_s=link,
+        up_bus_bytes_per_s=link,
+        domain=max(2, p.machine.devices) if device == "cpu" else base.domain,
+        host_bytes_per_s=bandwidth.get("host link", moved if device == "cpu" else base.host_bytes_per_s),
+        sources=f"measured by `sirara plan calibrate` on {p.machine.date}; all else as {base.name}",
+    )
+    blocks = [u for u in p.units if u.unit == "block" and u.tp == 1 and u.recompute == "none"]
+    near = [u for u in blocks if u.processes <= p.machine.devices]
+    if not near:
+        return found
+    want = max(near, key=lambda u: u.processes)
+    return _fitted(found, want.forward_s + want.backward_s, k, config, shape)
+
+
+def _fitted(
+    accelerator: Accelerator, block_s: float, k: Constants, config: RunConfig, shape: ModelShape
+) -> Accelerator:
+    """The accelerator with the share of its peak at which the formula's block takes `block_s`."""
+
+    def formula_s(share: float) -> float:
+        tried = replace(accelerator, achievable=share)
+        cluster = cluster_of(tried, gpus=1)
+        alone = config.model_copy(
+            update={"mesh": config.mesh.model_copy(update={"pp": 1, "dp": 1, "tp": 1, "cp": 1, "ep": 1})}
+        )
+        p = as_points({**model_columns(alone, shape), **layout_columns(alone, shape, dp=1)}, cluster)
+        block = dense_block(p, rates(p, table([tried]), k), k)
+        return float(sum(max(block.work(way)[0], block.host[way][0]) for way in (0, 1)))
+
+    low, high = 0.01, 4.0
+    for _ in range(40):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if formula_s(middle) > block_s else (low, middle)
+    return replace(accelerator, achievable=high)
