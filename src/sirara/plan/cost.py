@@ -22,7 +22,7 @@ from sirara.plan.collectives import cp_s, ep_s, gather_s, per_domain, pp_s, tp_s
 from sirara.plan.constants import Constants
 from sirara.plan.hardware import Table
 from sirara.plan.kernels import Block, Rates, dense_block, head, mixture_block, rates
-from sirara.plan.points import Kind, Points, Recompute, Schedule, Sizes, Stages, sizes, stages
+from sirara.plan.points import PIECES, Kind, Points, Recompute, Schedule, Sizes, Stages, sizes, stages
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -123,6 +123,34 @@ def _paced(p: Points, r: Rates, k: Constants, b: Block, *, mixture: bool) -> _Pa
     )  # fmt: skip
 
 
+def _pieces_again(p: Points, b: Block, paced: _Paced, blocks: Floats) -> Floats:
+    """Seconds [n, 3] that a stage's blocks spend on pieces that they make again, one microbatch."""
+    if not p.again.any():
+        return np.zeros(blocks.shape)
+    # A whole forward has its traffic; a norm's output is gathered over tp anyway, that of a repeated product once more.
+    traffic = (paced.tp + paced.ep) / (2 + ((p.recompute & _FULL) > 0) * p.recompute_share)
+    gathered = p.sequence_parallel * paced.tp / 4
+    light = 0.15 * b.moved[0]
+    seconds = {
+        "norm1": light,
+        "norm2": light,
+        "act": 2 * light,
+        "wide": _first_products(p) * b.matmul[0] + gathered,
+        "attention": b.attention[0] + light,
+        "block": paced.forward + traffic,
+    }
+    each = np.stack([np.broadcast_to(seconds[piece], (len(p),)) for piece in PIECES], axis=1)
+    return blocks * (p.again * each[:, None, :]).sum(axis=2)
+
+
+def _first_products(p: Points) -> Floats:
+    """Share of a block's matmul FLOPs in the products that the activation function reads."""
+    f = np.where(p.experts > 0, p.topk * p.expert_ffn + p.shared_ffn, p.ffn)
+    first = (1 + p.gated) * p.hidden * f
+    attention = 2 * p.hidden * (p.heads + p.kv_heads) * p.head_dim
+    return first / (attention + first + p.hidden * f)
+
+
 def _partly(p: Points, b: Block) -> Floats:
     """What partial recompute does again, by module."""
 
@@ -154,7 +182,8 @@ def _step(
 
     shard_s, shard_hidden = _sharded(p, r, z, k, a, e)
     blocks = n_plain + n_mixed
-    per_stage = stage("total") + heads * (ends[0] + ends[1])[:, None]
+    pieces = _pieces_again(p, plain, a, n_plain) + _pieces_again(p, mixed or plain, e, n_mixed)
+    per_stage = stage("total") + pieces + heads * (ends[0] + ends[1])[:, None]
     per_stage = per_stage + blocks * shard_s[:, None]
     summed_s = _summed(p, r, s, z)
     per_stage = per_stage + summed_s[:, None]
@@ -192,7 +221,7 @@ def _step(
         attention=m * attention,
         memory_bound=m * (moved + summed_s),
         launch=m * launch,
-        recompute=m * pick(stage("again")),
+        recompute=m * pick(stage("again") + pieces),
         tp=m * pick(stage("tp")),
         cp=m * pick(stage("cp")),
         ep=m * pick(stage("ep")),
@@ -209,7 +238,7 @@ def _step(
         hidden_dp=dp_hidden,
         step_s=terms + slowed,
         forward_s=pick(stage("forward") + heads * ends[0][:, None]),
-        backward_s=pick(stage("backward") + stage("again") + heads * ends[1][:, None]),
+        backward_s=pick(stage("backward") + stage("again") + pieces + heads * ends[1][:, None]),
     )
 
 

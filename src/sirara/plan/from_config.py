@@ -9,7 +9,7 @@ microbatches in max(1, k) full buffers, holds the last block's sum and what has 
 block is added, and adds shards on a binary counter: `buffers.py` plays it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,8 +20,20 @@ from sirara.config.schema import RunConfig
 from sirara.errors import ConfigError
 from sirara.plan.buffers import buffers_of
 from sirara.plan.hardware import DTYPES, Accelerator, Cluster
-from sirara.plan.points import Attention, Kind, Launch, Loss, Points, Recompute, Schedule, points
+from sirara.plan.points import (
+    PIECES,
+    Attention,
+    Kind,
+    Launch,
+    Loss,
+    Points,
+    Recompute,
+    Schedule,
+    pieces_of,
+    points,
+)
 from sirara.pure.families import unit_specs
+from sirara.pure.recompute import Setting, kinds_of_blocks
 from sirara.pure.schedule import rank_of
 from sirara.pure.shape import ModelShape
 from sirara.pure.split import blocks_per_stage, split_units, unit_costs
@@ -39,6 +51,7 @@ SCHEDULE_CODES = {
 }
 SELECTIVE = int(Recompute.NORM | Recompute.ACT)
 """What `train.recompute: selective` makes again: outputs of norms and of the activation function."""
+_CODES = {"none": 0, "selective": SELECTIVE, "full": int(Recompute.FULL)}
 OFFLOAD_CODES = {"none": 0, "host": 1, "disk": 2}
 STATES = {"adamw": 2, "lion": 1, "muon": 2}
 """Tensors of optimizer state per parameter; muon's matrices have one, all others two."""
@@ -157,6 +170,7 @@ def layout_columns(config: RunConfig, shape: ModelShape, *, dp: int) -> Columns:
         "split_counts_ends": m.pp > 1 and blocks[0] + blocks[-1] < 2 * max(blocks[1:-1], default=blocks[0]),
         "recompute": code,
         "recompute_share": share,
+        "again": shares_again(config, blocks),
         "precision": train.precision,
         "block": -1 if m.block == "auto" else int(m.block).bit_length() - 1,
         "offload_optimizer": OFFLOAD_CODES[offload.optimizer],
@@ -165,11 +179,25 @@ def layout_columns(config: RunConfig, shape: ModelShape, *, dp: int) -> Columns:
     }
 
 
-def recompute_code(recompute: str | int, blocks: int) -> tuple[int, float]:
-    """(what is computed again, in which share of the blocks) of `train.recompute`."""
+def recompute_code(recompute: Setting, blocks: int) -> tuple[int, float]:
+    """(what is computed again, in which share of the blocks) of `train.recompute`; of a recipe see `shares_again`."""
     if isinstance(recompute, int):
         return int(Recompute.FULL), min(1.0, recompute / max(1, blocks))
-    return {"none": 0, "selective": SELECTIVE, "full": int(Recompute.FULL)}[recompute], 1.0
+    return _CODES.get(recompute, 0) if isinstance(recompute, str) else 0, 1.0
+
+
+def shares_again(config: RunConfig, blocks: Sequence[int]) -> Floats:
+    """[3, piece]: `Points.again` of a recipe; of ranks between the ends the most that one makes again."""
+    m, setting = config.mesh, config.train.recompute
+    if isinstance(setting, int) or (isinstance(setting, str) and setting in _CODES):
+        return np.zeros((3, len(PIECES)))
+    of_rank = [np.zeros((0, len(PIECES)))] * m.pp
+    for stage, count in enumerate(blocks):
+        rank = rank_of(m.schedule, m.pp, stage)
+        dealt = [pieces_of(k) for k in kinds_of_blocks(setting, stage=stage, blocks=count)]
+        of_rank[rank] = np.concatenate([of_rank[rank], np.reshape(dealt, (count, len(PIECES)))])
+    share = np.array([pieces.mean(axis=0) if len(pieces) else np.zeros(len(PIECES)) for pieces in of_rank])
+    return np.stack([share[0], share[1:-1].max(axis=0) if m.pp > 2 else share[0], share[-1]])
 
 
 def _blocks(config: RunConfig, shape: ModelShape) -> list[int]:

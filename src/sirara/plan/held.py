@@ -6,8 +6,11 @@
 What blocks keep for backward comes from `memory.py`, asked for a stage of one block and one of two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sirara.config.check import frozen_names
 from sirara.config.schema import RunConfig
@@ -15,10 +18,11 @@ from sirara.plan.buffers import Buffers, buffers_of
 from sirara.plan.constants import Constants
 from sirara.plan.from_config import AUTO_DEPTH, STATES, WEIGHT_BYTES, stage_units
 from sirara.plan.hardware import Table
-from sirara.plan.memory import memory
-from sirara.plan.points import Points, concatenate
+from sirara.plan.memory import activations, let_go, memory
+from sirara.plan.points import Points, concatenate, pieces_of
 from sirara.pure.families import ModelShape, UnitSpec, unit_specs, with_frozen
 from sirara.pure.groups import ALIGN, Group, flat_groups
+from sirara.pure.recompute import Kinds, kinds_of_blocks
 from sirara.pure.schedule import Schedule, rank_of, schedule
 from sirara.pure.simulate import Costs, simulate
 from sirara.pure.tree import Deal, deal
@@ -138,12 +142,16 @@ def _same(config: RunConfig) -> bool:
 class _Block:
     """Bytes that one block keeps of one microbatch, and what a stage holds beside its blocks."""
 
-    kept: float
     whole: float
-    """The same of a block that is not computed again."""
+    pieces: NDArray[np.float64]
+    """What it lets go of that for each piece of `PIECES` that it makes again."""
     embedding: float
     working: float
     loss: float
+
+    def kept(self, kinds: Kinds) -> float:
+        """Of a block that makes `kinds` again."""
+        return self.whole - float((pieces_of(kinds) * self.pieces).sum())
 
 
 def _block_bytes(p: Points, hardware: Table, constants: Constants) -> _Block:
@@ -151,18 +159,19 @@ def _block_bytes(p: Points, hardware: Table, constants: Constants) -> _Block:
     alone = p.with_(
         pp=1, vpp=1, schedule=1, layers=1, global_batch=p.micro_batch * p.dp, offload_activations=0
     )
-    recomputed = alone.with_(recompute_share=1)
-    two = recomputed.with_(layers=2)
-    plain = alone.with_(recompute=0)
-    no_head = alone.with_(vocab=1)
-    m = memory(concatenate([recomputed, two, plain, plain.with_(layers=2), no_head]), hardware, constants)
-    kept = float(m.activations[1] - m.activations[0])
+    # A block's work is that of the stage which makes most again.
+    again = np.broadcast_to(p.again.max(axis=1, keepdims=True), p.again.shape)
+    plain = alone.with_(recompute=0, again=0)
+    m = memory(
+        concatenate([plain, plain.with_(layers=2), alone.with_(vocab=1, again=again)]), hardware, constants
+    )
+    whole = float(m.activations[1] - m.activations[0])
     on_host = 0.1 if p.offload_activations[0] > 0 else 1.0
     return _Block(
-        kept=kept * on_host,
-        whole=float(m.activations[3] - m.activations[2]) * on_host,
-        embedding=max(0.0, float(m.activations[0]) - kept),
-        working=float(m.transient[4]),
+        whole=whole * on_host,
+        pieces=let_go(plain, activations(plain))[0] * on_host,
+        embedding=max(0.0, float(m.activations[0]) - whole),
+        working=float(m.transient[2]),
         loss=float(m.transient[0]),
     )
 
@@ -196,7 +205,12 @@ def _stage(
         if g.trainable and here(g.uses[0].unit) and not offloaded:
             masters += sums * updated * (own < sums)
             optimizer += _states(config, g) * sums * updated
-    blocks = sum(len(r) - (0 in r) - (last in r) for r in mine)
+    counts = {
+        stage: len(r) - (0 in r) - (last in r)
+        for stage, r in enumerate(split)
+        if rank_of(m.schedule, m.pp, stage) == rank
+    }
+    blocks = sum(counts.values())
     return StageMemory(
         rank=rank,
         blocks=blocks,
@@ -206,20 +220,20 @@ def _stage(
         optimizer=optimizer,
         gradients=0 if offloaded else _gradients(config, held_groups, here, dealt, buffers),
         window=_window(config, mine, held_groups, dealt, last) if m.zero >= 3 else 0,
-        activations=_activations(config, blocks, here(0), block, alive, len(mine)),
+        activations=alive * (_kept(config, counts, block) + here(0) * block.embedding),
         loss=block.loss if here(last) else 0.0,
         transient=block.working,
         alive=alive,
     )
 
 
-def _activations(
-    config: RunConfig, blocks: int, first: bool, block: _Block, alive: float, chunks: int
-) -> float:
-    recompute = config.train.recompute
-    again = blocks if not isinstance(recompute, int) else min(blocks, recompute * chunks)
-    kept = again * block.kept + (blocks - again) * block.whole
-    return alive * (kept + first * block.embedding)
+def _kept(config: RunConfig, counts: Mapping[int, int], block: _Block) -> float:
+    """Bytes that the blocks of a rank keep of one microbatch, stage by stage."""
+    return sum(
+        block.kept(kinds)
+        for stage, blocks in counts.items()
+        for kinds in kinds_of_blocks(config.train.recompute, stage=stage, blocks=blocks)
+    )
 
 
 def _bytes_of(config: RunConfig, group: Group) -> int:

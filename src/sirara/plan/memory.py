@@ -17,7 +17,19 @@ from numpy.typing import NDArray
 
 from sirara.plan.constants import Constants
 from sirara.plan.hardware import DTYPES, Table
-from sirara.plan.points import Kind, Launch, Loss, Points, Recompute, Schedule, Sizes, Stages, sizes, stages
+from sirara.plan.points import (
+    PIECES,
+    Kind,
+    Launch,
+    Loss,
+    Points,
+    Recompute,
+    Schedule,
+    Sizes,
+    Stages,
+    sizes,
+    stages,
+)
 
 Floats = NDArray[np.float64]
 
@@ -54,14 +66,17 @@ def memory(p: Points, hardware: Table, constants: Constants) -> Memory:
     dense, expert = _held(p, s, z)
     static = _static(p, dense, expert)
     gathered, grad_peak = _gathered(p, s, z)
-    per_block = _activations(p)
+    per_block = activations(p)
     kept = _kept(p, per_block)
     alive = _in_flight(p, s)
-    acts = alive * (kept[:, None] * s.blocks + _mixture_extra(p)[:, None] * s.mixtures)
+    gone = p.again.any()
+    each = kept[:, None] - (p.again * let_go(p, per_block)[:, None, :]).sum(axis=2) if gone else kept[:, None]
+    acts = alive * (each * s.blocks + _mixture_extra(p)[:, None] * s.mixtures)
     acts = acts + (s.first * alive * _embedding_kept(p)[:, None])
     acts = np.where(p.offload_activations[:, None] > 0, acts * 0.1, acts)
     loss = s.last * (_loss(p) + _head_gradient(p))[:, None]
     work = _working(p, per_block)[:, None] + grad_peak[:, None]
+    work = work + made_again(p, per_block) if gone else work
     transient = np.maximum(loss, work)
     ends = s.first * (p.vocab * p.hidden / p.tp * 2 - kept * s.blocks[:, 0] * (p.zero < 3))[:, None]
     transient = np.maximum(transient, ends)
@@ -165,7 +180,7 @@ def _gathered(p: Points, s: Stages, z: Sizes) -> tuple[Floats, Floats]:
     return whole, on * block * p.reduce_bytes
 
 
-def _activations(p: Points) -> dict[str, Floats]:
+def activations(p: Points) -> dict[str, Floats]:
     """Bytes [n] that one block keeps of one microbatch, by what they belong to."""
     t = p.tokens
     serial = t / np.where(p.sequence_parallel > 0, p.tp, 1.0)
@@ -179,8 +194,11 @@ def _activations(p: Points) -> dict[str, Floats]:
     moe = p.experts > 0
     f = np.where(moe, p.shared_ffn, p.ffn)
     routed = p.topk * moe
-    # Without fused kernels rotated keys and queries, and the activated gate, are tensors of their own.
-    apart = (p.launch == Launch.EAGER) * p.gated
+    ours = p.kind == Kind.SIRARA
+    # Without fused kernels rotated keys and queries, and the activated gate, are tensors of their own; ours are fused,
+    # but keys and values are repeated for each query head.
+    apart = (p.launch == Launch.EAGER) * p.gated * ~ours
+    qkv = np.where(ours, 6 * ag, qkv)
     # What an 8-bit matmul keeps for its weight gradient is its 8-bit input.
     low = np.where((p.dtype >= DTYPES.index("fp8")) & (p.kind == Kind.MEGATRON), 0.5, 1.0)
     return {
@@ -200,17 +218,17 @@ def _activations(p: Points) -> dict[str, Floats]:
 
 def _kept(p: Points, a: dict[str, Floats]) -> Floats:
     """Bytes [n] that a block keeps under its recompute setting."""
-    r = p.recompute
+    r, every = p.recompute, sum(v for k, v in a.items() if k != "input")
+    ours = p.kind == Kind.SIRARA
 
     def has(flag: Recompute) -> NDArray[np.bool_]:
         return (r & int(flag)) > 0
 
-    every = sum(v for k, v in a.items() if k != "input")
     scores = np.where(p.attention > 0, 0.0, a["core"] - p.tokens * 2 * p.heads * p.head_dim / p.tp)
     kept = every - has(Recompute.CORE) * scores
     kept = (
         kept
-        - has(Recompute.NORM) * a["norms"] * 0.5
+        - has(Recompute.NORM) * a["norms"] * np.where(ours, 1.0, 0.5)
         - (has(Recompute.ACT) | has(Recompute.MLP)) * a["narrow"]
     )
     kept = kept - has(Recompute.MLP) * a["wide"] - has(Recompute.UP) * np.where(p.kv_rank > 0, a["qkv"], 0.0)
@@ -220,6 +238,32 @@ def _kept(p: Points, a: dict[str, Floats]) -> Floats:
     kept = np.where(has(Recompute.OPS), ops, kept)
     kept = np.where(has(Recompute.FULL), a["input"], kept)
     return p.recompute_share * kept + (1 - p.recompute_share) * every
+
+
+def let_go(p: Points, a: dict[str, Floats]) -> Floats:
+    """Bytes [n, piece] of one block and microbatch that are not kept where a piece of `PIECES` is made again."""
+    serial = p.tokens / np.where(p.sequence_parallel > 0, p.tp, 1.0)
+    norm = serial * 2 * p.hidden
+    # The product that q, k and v come from stays.
+    product = p.tokens * (2 * p.heads + 4 * p.kv_heads) * p.head_dim / p.tp
+    every = sum(v for k, v in a.items() if k != "input")
+    found = {
+        "norm1": norm,
+        "norm2": norm,
+        "act": a["narrow"],
+        "wide": a["wide"],
+        "attention": np.maximum(0.0, a["qkv"] + a["core"] - product),
+        "block": every - a["input"],
+    }
+    return np.stack([np.broadcast_to(found[piece], (len(p),)) for piece in PIECES], axis=1)
+
+
+def made_again(p: Points, a: dict[str, Floats]) -> Floats:
+    """Bytes [n, 3] of the largest part that backward has made again at a time, on each stage."""
+    sizes_of = {"attention": a["qkv"] + a["core"], "wide": a["wide"] + a["narrow"],
+                "block": sum(v for k, v in a.items() if k != "input")}  # fmt: skip
+    each = [(p.again[:, :, PIECES.index(k)] > 0) * v[:, None] for k, v in sizes_of.items()]
+    return np.maximum.reduce(each)
 
 
 def _mixture_extra(p: Points) -> Floats:

@@ -4,7 +4,7 @@ All of `plan` works on these columns, so one layout and a hundred thousand take 
 elements and tokens, sizes in bytes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum, IntFlag
 from typing import Any
@@ -49,6 +49,24 @@ class Recompute(IntFlag):
     OPS = 32
     """Every second matmul and all element-wise operations: torchtitan's selective."""
     FULL = 64
+
+
+PIECES = ("norm1", "norm2", "act", "wide", "attention", "block")
+"""What blocks of ours can let go and make again, each by itself: outputs of both norms, of the activation function,
+what goes into it, all between the products of attention; and everything but the block's input."""
+_OF_KINDS = {
+    "norm": ("norm1", "norm2"),
+    "act": ("act",),
+    "attention": ("attention",),
+    "mlp": ("norm2", "act", "wide"),
+    "full": ("block",),
+}
+
+
+def pieces_of(kinds: Iterable[str]) -> Floats:
+    """[piece]: 1 for what a block lets go that makes `kinds` (of `pure.recompute`) again."""
+    gone = {piece for kind in kinds for piece in _OF_KINDS[kind]}
+    return np.array([float(piece in gone) for piece in PIECES])
 
 
 class Schedule(IntEnum):
@@ -97,7 +115,7 @@ _DEFAULTS: dict[str, float] = {
     "q_rank": 0, "kv_rank": 0, "rope_dim": 0, "predict_ahead": 0, "node_limit": 0, "window": 0, "window_share": 0,
     # the layout
     "tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "dp": 1, "zero": 0, "micro_batch": 1, "global_batch": 1,
-    "recompute": 0, "recompute_share": 1, "schedule": 1, "sequence_parallel": 0, "split_counts_ends": 0,
+    "recompute": 0, "recompute_share": 1, "again": 0, "schedule": 1, "sequence_parallel": 0, "split_counts_ends": 0,
     # how it is computed
     "dtype": DTYPES.index("bf16"), "attention": 0, "launch": 0, "loss": 0,
     "tp_overlap": 0, "dp_overlap": 0, "ep_overlap": 0, "pp_overlap": 0, "scatter_gather": 0, "dedup": 0,
@@ -128,6 +146,8 @@ class Points:
     layers see, and their share.
     sequence_parallel: what lies between tensor-parallel layers is split over tp.  split_counts_ends: embedding and
     head count as one layer each in the split over stages.  recompute_share: share of the blocks that recompute.
+    again [n, 3, piece]: share of the blocks of the first, a middle and the last stage that make a piece of `PIECES`
+    again, beside what `recompute` says.
     tp_overlap .. pp_overlap: whether that traffic runs beside computation.  scatter_gather: a boundary tensor crosses
     the network once, split over tp.  dedup: a token goes once to each node, whatever number of its experts is there.
     weight_bytes, grad_bytes, optim_bytes: per parameter held.  gather_bytes, reduce_bytes: on the wire.
@@ -176,6 +196,7 @@ class Points:
     global_batch: Floats
     recompute: NDArray[np.int64]
     recompute_share: Floats
+    again: Floats
     schedule: NDArray[np.int64]
     sequence_parallel: Floats
     split_counts_ends: Floats
@@ -243,12 +264,19 @@ class Points:
     def with_(self, **columns: Any) -> "Points":
         """The same with other columns, broadcast to n."""
         n = len(self)
-        made = {k: np.broadcast_to(np.asarray(v, dtype=_dtype(k)), (n,)) for k, v in columns.items()}
+        made = {
+            k: np.broadcast_to(np.asarray(v, dtype=_dtype(k)), (n, *_wide(k))) for k, v in columns.items()
+        }
         return replace(self, **made)
 
 
 _INTEGERS = {"recompute", "schedule", "dtype", "attention", "launch", "loss", "accelerator", "kind"}
 _NAMES = tuple(f.name for f in fields(Points))
+
+
+def _wide(name: str) -> tuple[int, ...]:
+    """Dims of one entry."""
+    return (3, len(PIECES)) if name == "again" else ()
 
 
 def _dtype(name: str) -> type:
@@ -264,12 +292,14 @@ def points(columns: Mapping[str, Any]) -> Points:
     if strange:
         raise ConfigError(f"{', '.join(strange)} are no columns of a configuration", code="SR212")
     given = {k: np.asarray(v, dtype=_dtype(k)) for k, v in columns.items()}
-    lengths = {v.shape[0] for v in given.values() if v.ndim}
+    lengths = {v.shape[0] for k, v in given.items() if v.ndim > len(_wide(k))}
     if len(lengths) > 1:
         raise ConfigError("columns differ in length", code="SR212", why=f"lengths {sorted(lengths)}")
     n = lengths.pop() if lengths else 1
     full = {
-        name: np.broadcast_to(given.get(name, np.asarray(_DEFAULTS[name], dtype=_dtype(name))), (n,))
+        name: np.broadcast_to(
+            given.get(name, np.asarray(_DEFAULTS[name], dtype=_dtype(name))), (n, *_wide(name))
+        )
         for name in _NAMES
     }
     full["kv_heads"] = np.where(full["kv_heads"] > 0, full["kv_heads"], full["heads"])
