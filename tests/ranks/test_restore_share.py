@@ -87,8 +87,8 @@ class Counted(FolderCopy):
         super().read(key, buffers, position)
 
 
-def load_together(path: str, layout: str, direct: bool) -> tuple[list[str], int]:
-    """Names of the tensors that this rank did not get right, and the bytes that it read."""
+def load_together(path: str, layout: str, direct: bool) -> tuple[list[str], int, set[str]]:
+    """Names of the tensors that this rank did not get right, the bytes that it read, and how parts were passed on."""
     state, comm = small_state(), open_comm(direct)
     boxes = LAYOUTS[layout](state, comm.size)
     manifest = Snapshot(Path(path)).manifest
@@ -103,19 +103,23 @@ def load_together(path: str, layout: str, direct: bool) -> tuple[list[str], int]
     )
     wanted = ranges_of(state, boxes, comm.rank)
     bad = [a.tensor for a, b in zip(ranges, wanted, strict=True) if not equal_bits(a.data, b.data)]
-    return bad, copy.bytes_read
+    ways = {what for _, what in comm.trace if "a checkpoint" in what}
+    return bad, copy.bytes_read, ways
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world", [2, 3])
-def test_all_ranks_get_what_they_want_and_each_byte_is_read_once(tmp_path, layout, world):
+@pytest.mark.parametrize("direct", [True, False])
+def test_all_ranks_get_what_they_want_and_each_byte_is_read_once(tmp_path, layout, world, direct):
     state = small_state()
     path = save(tmp_path, 5, state, flat_cuts(state, [0.3]))
-    answers = run_ranks(world, load_together, str(path), layout, layout != "columns")
-    assert [bad for bad, _ in answers] == [[]] * world
+    answers = run_ranks(world, load_together, str(path), layout, direct)
+    assert [bad for bad, _, _ in answers] == [[]] * world
     total = sum(t.numel() * t.element_size() for t in state.values())
-    read = sum(size for _, size in answers)
+    read = sum(size for _, size, _ in answers)
     assert read == total if layout != "mixed" else read <= total
+    way = "put parts of a checkpoint" if direct else "pass on a checkpoint"
+    assert set.union(*(ways for _, _, ways in answers)) == {way}
 
 
 def fail_on_one(path: str, layout: str) -> tuple[str, str]:

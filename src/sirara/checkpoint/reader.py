@@ -3,11 +3,13 @@
     manifest (own hash) ─► overlaps of the wanted boxes ─► pieces by copy, key and position
         ─► one read for neighbours ─► hash while hot ─► scatter;  a bad piece ─► the next copy
 
-A piece that the caller's memory takes in one stretch is read straight into it.
+What the caller's memory takes in one stretch is read straight into it; what others want of a piece is handed to
+them once its hash is right.
 """
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,14 +42,20 @@ _PATIENCE = 3
 # bf16 or fp8.
 _RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
+_ALIGN = 64  # bytes
 _READ_FAULTS = (CheckpointError, StorageError, CommError)
 
 
 @dataclass(slots=True)
 class PieceRead:
-    """A piece that is wanted: the pairs (where in the piece, memory to fill), memory as unsigned integers."""
+    """A piece that is wanted: the pairs (where in the piece, memory to fill), memory as unsigned integers.
+
+    passed: (where in the piece, who takes it), called from any thread with these elements, in the shape of the box,
+    when they are known to be right; their memory is used again after it returns.
+    """
 
     parts: list[tuple[Box, np.ndarray]] = field(default_factory=list)
+    passed: list[tuple[Box, Callable[[np.ndarray], None]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +225,7 @@ class Snapshot:
         """Reads pieces from one copy; yields those that are bad there, with key and reason."""
         work = list(self._batches(copy, placed))
         patience = _PATIENCE
-        read = partial(self._read_batch, copy, reads)
+        read = partial(self._read_batch, copy, reads, _Rooms())
         threads = min(_MOST_THREADS, max(torch.get_num_threads(), self.cores), len(work))
         pool = ThreadPoolExecutor(threads) if threads > 1 else None
         try:
@@ -256,20 +264,15 @@ class Snapshot:
             yield key, first, batch
 
     def _read_batch(
-        self, copy: Copy, reads: dict[int, PieceRead], work: tuple[str, int, list[int]]
+        self, copy: Copy, reads: dict[int, PieceRead], rooms: "_Rooms", work: tuple[str, int, list[int]]
     ) -> list[tuple[int, SiraraError]]:
-        """Reads neighbouring pieces, checks and scatters them; returns the bad ones."""
+        """Reads neighbouring pieces, checks and hands out their elements; returns the bad ones."""
         key, position, batch = work
         p = self.manifest.pieces
-        buffers: list[list[np.ndarray]] = []
-        loose: dict[int, np.ndarray] = {}
-        for i in batch:
-            direct = self._direct(i, reads[i])
-            if direct is None:
-                loose[i] = np.empty(int(p.length[i]), np.uint8)
-                direct = [loose[i]]
-            buffers.append(direct)
+        room = rooms.mine(copy.batch_bytes)
+        memory = [self._laid_out(i, reads[i], room) for i in batch]
         try:
+            buffers = [[part.reshape(-1).view(np.uint8) for _, part in held] for held in memory]
             digests = self._filled(copy, key, position, buffers)
         except _READ_FAULTS as fault:
             if len(batch) > 1 and isinstance(fault, CheckpointError):
@@ -278,13 +281,12 @@ class Snapshot:
                 for i in batch:
                     singles.append((key, position, [i]))
                     position += int(p.length[i])
-                return [bad for one in singles for bad in self._read_batch(copy, reads, one)]
+                return [bad for one in singles for bad in self._read_batch(copy, reads, rooms, one)]
             return [(i, self._unreadable(i, copy, key, fault)) for i in batch]
         bad: list[tuple[int, SiraraError]] = []
-        for i, digest in zip(batch, digests, strict=True):
+        for i, digest, held in zip(batch, digests, memory, strict=True):
             if digest == p.hash(i):
-                if i in loose:
-                    self._scatter(i, loose[i], reads[i])
+                _hand_out(held, reads[i])
                 continue
             what = f"its bytes hash to {digest.hex()}"
             suspicion = copy.suspicion(key)
@@ -309,23 +311,25 @@ class Snapshot:
                 position += len(part)
         return [hasher.digest()]
 
-    def _scatter(self, piece: int, buffer: np.ndarray, read: PieceRead) -> None:
-        item = ITEM_BYTES[self.manifest.tensors[int(self.manifest.pieces.tensor[piece])].dtype]
-        block = buffer.view(_RAW[item]).reshape(self.manifest.box(piece).size)
-        for part, target in read.parts:
-            target[...] = block[(*part.slices, ...)]
+    def _laid_out(self, piece: int, read: PieceRead, room: "_Room") -> list[tuple[Box, np.ndarray]]:
+        """Where the piece is read to, from end to end: (box of the piece, memory).
 
-    def _direct(self, piece: int, read: PieceRead) -> list[np.ndarray] | None:
-        """The caller's own memory as bytes, when its parts, each in one stretch, are the piece from end to end."""
-        box, at = self.manifest.box(piece), 0
-        memory: list[np.ndarray] = []
-        for part, target in sorted(read.parts, key=lambda one: one[0].offset):
+        Parts that each lie in one stretch go to where they belong, those of others to `room`; otherwise all goes there.
+        """
+        box = self.manifest.box(piece)
+        item = ITEM_BYTES[self.manifest.tensors[int(self.manifest.pieces.tensor[piece])].dtype]
+        theirs = dict.fromkeys(part for part, _ in read.passed)
+        wanted: list[tuple[Box, np.ndarray | None]] = [*read.parts]
+        wanted += [(part, None) for part in theirs if not any(part.within(own) for own, _ in read.parts)]
+        held: list[tuple[Box, np.ndarray]] = []
+        at = 0
+        for part, target in sorted(wanted, key=lambda one: one[0].offset):
             runs = box_runs(box.size, part)
-            if len(runs) != 1 or runs[0][0] != at or not target.flags.c_contiguous:
-                return None
+            if len(runs) != 1 or runs[0][0] != at or (target is not None and not target.flags.c_contiguous):
+                break
             at = runs[0][1]
-            memory.append(target.reshape(-1).view(np.uint8))
-        return memory if at == box.volume else None
+            held.append((part, room.take(part, item) if target is None else target))
+        return held if at == box.volume else [(whole(box.size), room.take(whole(box.size), item))]
 
     # ---- what went wrong
 
@@ -387,6 +391,51 @@ def on_host(ranges: Sequence[NamedRange]) -> Iterator[list[np.ndarray]]:
     for r, host in zip(ranges, hosts, strict=True):
         if host is not r.data:
             r.data.copy_(host)
+
+
+class _Room:
+    """Memory of one thread for what is not read straight into place; free again when the next batch begins."""
+
+    def __init__(self) -> None:
+        self._raw, self._at, self._least = np.empty(0, np.uint8), 0, 0
+
+    def clear(self, batch_bytes: int) -> None:
+        self._least, self._at = batch_bytes + _ALIGN * BATCH_PIECES, 0
+
+    def take(self, box: Box, item: int) -> np.ndarray:
+        """Memory for a box of elements, as unsigned integers."""
+        size = box.volume * item
+        if self._at + size > len(self._raw):
+            self._raw, self._at = np.empty(max(size, self._least), np.uint8), 0
+        raw = self._raw[self._at : self._at + size]
+        self._at += -(-size // _ALIGN) * _ALIGN
+        return raw.view(_RAW[item]).reshape(box.size)
+
+
+class _Rooms(threading.local):
+    """One room per thread, kept from batch to batch: fresh pages cost as much as reading them."""
+
+    def __init__(self) -> None:
+        self._room = _Room()
+
+    def mine(self, batch_bytes: int) -> _Room:
+        self._room.clear(batch_bytes)
+        return self._room
+
+
+def _hand_out(held: Sequence[tuple[Box, np.ndarray]], read: PieceRead) -> None:
+    """Gives the elements of a piece that is right to all that want them.  held: where they lie now."""
+    places = {id(memory) for _, memory in held}
+    for part, target in read.parts:
+        if id(target) not in places:
+            target[...] = _within(held, part)
+    for part, take in read.passed:
+        take(_within(held, part))
+
+
+def _within(held: Sequence[tuple[Box, np.ndarray]], part: Box) -> np.ndarray:
+    box, memory = next(one for one in held if part.within(one[0]))
+    return memory[(*part.relative_to(box).slices, ...)]
 
 
 def _digest(memory: Sequence[np.ndarray]) -> bytes:

@@ -1,17 +1,21 @@
 """Loading by all ranks together: each piece is read by one of them and passed on to the others that want it.
 
     every rank     pieces that it alone wants ─► into place
-    round by round pieces that several want ─► their reader ─► agree that all could read ─► each its part
+                   pieces that several want, on one machine ─► its own parts into place, those of others into theirs
+                   agree that all could read
+    round by round what is left of those ─► their reader ─► agree that all could read ─► each its part
 
 A rank that cannot read its pieces says so before anything is sent, and all ranks stop there: nobody waits for it.
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
+from sirara.checkpoint.neighbours import Memory, Neighbours, open_neighbours
 from sirara.checkpoint.ranges import NamedRange
 from sirara.checkpoint.reader import PieceRead, Snapshot, box_memory, on_host
 from sirara.comm.group import Comm
@@ -23,10 +27,6 @@ from sirara.pure.saveplan import ITEM_BYTES, PlannedTensor
 _TAG = 4096
 _LARGE = 256 << 10
 """Bytes of a part that travels alone, from where it was read to where it belongs; smaller ones are packed."""
-
-
-Memory = dict[int, list[tuple[Box, np.ndarray]]]
-"""Tensor -> the boxes that this rank holds of it, with their memory."""
 
 Agree = Callable[[str], str]
 """Given this rank's fault, "" when there is none, the first fault of any rank."""
@@ -55,14 +55,19 @@ def read_together(
              was another one, on all ranks; the ranges' contents are then undefined.
     """
     wanted = [(snapshot.find_like(t.name, t.dtype, t.shape), t.boxes) for t in plan]
-    shares, holes = plan_reads(snapshot.manifest, wanted)
-    if holes:
-        tensor, box, missing = holes[0]
-        raise snapshot.holes(snapshot.manifest.tensors[tensor].name, [(box, missing)])
     # All ranks read at the same time; more of them than cores, or some on other nodes, only make this less.
     snapshot.cores = len(os.sched_getaffinity(0)) // len(comm.ranks)
     with on_host(ranges) as hosts:
-        _Reading(snapshot, shares, _memory(snapshot, ranges, hosts), comm, agree, device).run()
+        memory = _memory(snapshot, ranges, hosts)
+        dims = max((len(t.shape) for t in plan), default=0)
+        with open_neighbours(comm, memory, dims=dims) as neighbours:
+            shares, holes = plan_reads(snapshot.manifest, wanted, put=neighbours is not None)
+            if holes:
+                tensor, box, missing = holes[0]
+                raise snapshot.holes(snapshot.manifest.tensors[tensor].name, [(box, missing)])
+            reading = _Reading(snapshot, shares, memory, comm, agree, device)
+            reading.straight(neighbours)
+        reading.by_rounds()
 
 
 def _memory(snapshot: Snapshot, ranges: Sequence[NamedRange], hosts: Sequence[np.ndarray]) -> Memory:
@@ -90,14 +95,29 @@ class _Reading:
         self.rank = comm.ranks[comm.rank]
         self._device = device
 
-    def run(self) -> None:
-        alone: dict[int, PieceRead] = {}
-        for i in self.plan.alone.get(self.rank, ()):
+    def straight(self, neighbours: Neighbours | None) -> None:
+        """Reads what goes straight into place, here and with neighbours."""
+        reads: dict[int, PieceRead] = {}
+        for i in (*self.plan.alone.get(self.rank, ()), *self.plan.put.get(self.rank, ())):
             box = self.snapshot.manifest.box(i)
-            alone[i] = PieceRead(
+            reads[i] = PieceRead(
                 parts=[(common.relative_to(box), target) for common, target in self._targets(i, box)]
             )
-        self._read(alone)
+        if neighbours is not None:
+            sent = 0
+            tensor = self.snapshot.manifest.pieces.tensor
+            for i in self.plan.put.get(self.rank, ()):
+                box = self.snapshot.manifest.box(i)
+                theirs = [(rank, part) for rank, part in self.plan.wants[i] if rank != self.rank]
+                reads[i].passed = [
+                    (part.relative_to(box), partial(neighbours.put, rank, int(tensor[i]), part))
+                    for rank, part in theirs
+                ]
+                sent += sum(self._bytes(i, part) for _, part in theirs)
+            self.comm.note("put parts of a checkpoint", sent)
+        self._read(reads)
+
+    def by_rounds(self) -> None:
         for one in self.plan.rounds:
             self._round(one)
 

@@ -113,7 +113,7 @@ class DirectLink:
         """What `peer` has posted for this rank, and how many of this rank's posts it has taken; until the next call."""
         place = (tag * self.comm.size + self.comm.rank) * 32
         if not self._read(peer, self.peers[peer][1] + place, self._entry_at, 32):
-            raise self._gone(peer)
+            raise self.gone(peer)
         return self._entry
 
     def fetch(self, peer: int, address: int, tensor: Tensor) -> None:
@@ -123,7 +123,7 @@ class DirectLink:
     def copy(self, peer: int, source: int, target: int, length: int) -> None:
         """Copies `length` bytes of a peer's memory to this process's address `target`."""
         if not self._read(peer, source, target, length):
-            raise self._gone(peer)
+            raise self.gone(peer)
 
     def _read(self, peer: int, source: int, target: int, length: int) -> bool:
         local, remote = self._local, self._remote
@@ -144,7 +144,8 @@ class DirectLink:
             try_=["look at the log of that rank", "launch.hang_timeout=30m"],
         )
 
-    def _gone(self, peer: int) -> CommError:
+    def gone(self, peer: int) -> CommError:
+        """The error for a peer whose memory cannot be used any more; one that the alarm tells comes first."""
         told = self.comm.alarm.look() if self.comm.alarm is not None else None
         return told or CommError(
             f"a peer left: rank {self.comm.ranks[peer]}",

@@ -2,10 +2,11 @@
 
     saved pieces x wanted boxes of all ranks ─► wants of each piece
         wanted by one rank     that rank reads it, straight into place
-        wanted by several      one of them reads it, the one with least to read; it sends the others their parts
+        wanted by several      one of them reads it, the one with least to read, and gives the others their parts
 
-So each byte is read once per job.  What is passed on goes in rounds of bounded size; a round gives every reader at
-most ROUND_BYTES to read and every rank at most about as much to receive.
+So each byte is read once per job.  Where ranks can write into each other's memory, a reader puts parts straight to
+where they belong, unless they lie there in many short runs; nobody waits.  What is left is passed on in rounds of
+bounded size: a round gives every reader at most ROUND_BYTES to read and every rank at most about as much to receive.
 """
 
 from collections import deque
@@ -14,9 +15,14 @@ from dataclasses import dataclass
 
 from sirara.pure.layout import Box
 from sirara.pure.manifest import Manifest
+from sirara.pure.planned import ITEM_BYTES
 
 ROUND_BYTES = 16 << 20
 """A reader holds what it read and what it packed of it, a receiver what comes: with this, below 64 MiB together."""
+
+RUN_BYTES = 512
+FEW_RUNS = 64
+"""A part in shorter runs than this, and in more of them, is cheaper to pack and to send than to put in place."""
 
 Want = tuple[int, Box]
 """(rank, elements of the tensor) that a piece holds for a rank."""
@@ -25,26 +31,30 @@ Want = tuple[int, Box]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPlan:
     """wants: piece -> who wants which of its elements, by rank.  alone: rank -> pieces that only it wants.
+    put: reader -> pieces whose parts it puts into the memory of those that want them.
     rounds: of passing on, each reader -> its pieces in order."""
 
     wants: dict[int, list[Want]]
     alone: dict[int, list[int]]
+    put: dict[int, list[int]]
     rounds: list[dict[int, list[int]]]
 
     def bytes_read(self, manifest: Manifest, rank: int) -> int:
-        passed = [piece for one in self.rounds for piece in one.get(rank, ())]
-        return sum(int(manifest.pieces.length[i]) for i in (*self.alone.get(rank, ()), *passed))
+        sent = [piece for one in self.rounds for piece in one.get(rank, ())]
+        mine = (*self.alone.get(rank, ()), *self.put.get(rank, ()), *sent)
+        return sum(int(manifest.pieces.length[i]) for i in mine)
 
 
 def plan_reads(
     manifest: Manifest,
     wanted: Iterable[tuple[int, Mapping[int, Sequence[Box]]]],
     *,
+    put: bool = False,
     round_bytes: int = ROUND_BYTES,
 ) -> tuple[ReadPlan, list[tuple[int, Box, int]]]:
     """The plan, and the wanted boxes with elements in no piece: (tensor, box, number of elements).
 
-    Args:  wanted: (tensor, rank -> boxes), each tensor at most once.
+    Args:  wanted: (tensor, rank -> boxes), each tensor at most once.  put: ranks can write into each other's memory.
     """
     wants, holes = _wants(manifest, wanted)
     length = manifest.pieces.length
@@ -58,13 +68,32 @@ def plan_reads(
             continue
         alone.setdefault(ranks[0], []).append(piece)
         load[ranks[0]] = load.get(ranks[0], 0) + int(length[piece])
+    placed: dict[int, list[int]] = {}
     queues: dict[int, list[int]] = {}
     for piece, ranks in sorted(shared, key=lambda one: (-int(length[one[0]]), one[0])):
         reader = min(ranks, key=lambda rank: (load.get(rank, 0), rank))
-        queues.setdefault(reader, []).append(piece)
+        straight = put and _in_long_runs(manifest, piece, wants[piece])
+        (placed if straight else queues).setdefault(reader, []).append(piece)
         load[reader] = load.get(reader, 0) + int(length[piece])
     in_order = {reader: deque(sorted(queues[reader])) for reader in sorted(queues)}
-    return ReadPlan(wants=wants, alone=alone, rounds=_rounds(manifest, wants, in_order, round_bytes)), holes
+    rounds = _rounds(manifest, wants, in_order, round_bytes)
+    return ReadPlan(wants=wants, alone=alone, put=placed, rounds=rounds), holes
+
+
+def _in_long_runs(manifest: Manifest, piece: int, wants: Iterable[Want]) -> bool:
+    """Whether all parts lie in few or in long runs, wherever they belong."""
+    entry = manifest.tensors[int(manifest.pieces.tensor[piece])]
+    item = ITEM_BYTES[entry.dtype]
+    for _, box in wants:
+        run = 1
+        # Dimensions that are whole are so in the piece, and with whoever holds the part.
+        for n, whole in zip(reversed(box.size), reversed(entry.shape), strict=True):
+            run *= n
+            if n != whole:
+                break
+        if run * item < RUN_BYTES and box.volume > FEW_RUNS * run:
+            return False
+    return True
 
 
 def _wants(

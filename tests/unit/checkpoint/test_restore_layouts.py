@@ -6,9 +6,11 @@
 The ranks are threads, so that worlds of six are cheap; tests/ranks has them as processes.
 """
 
+import ctypes
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
@@ -18,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from sirara.checkpoint import share
+from sirara.checkpoint import neighbours, share
 from sirara.checkpoint.copies import FolderCopy
 from sirara.checkpoint.ranges import DTYPES, NamedRange
 from sirara.checkpoint.reader import Snapshot
@@ -27,6 +29,7 @@ from sirara.comm.stand_in import stand_in_axes
 from sirara.config.load import model_shape
 from sirara.errors import LayoutError
 from sirara.mesh import Mesh
+from sirara.pure import readplan
 from sirara.pure.families import ModelShape
 from sirara.pure.readplan import plan_reads
 from sirara.pure.saveplan import PlannedTensor
@@ -47,6 +50,7 @@ class Room:
     size: int
     barrier: threading.Barrier = field(init=False)
     texts: list[str] = field(init=False)
+    tables: dict[int, np.ndarray] = field(default_factory=dict)
     ways: dict[tuple[int, int], "Queue[tuple[int, torch.Tensor]]"] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,8 +69,14 @@ class Room:
 class ThreadComm:
     """As much of Comm as loading together needs."""
 
+    link = None
+
     def __init__(self, room: Room, rank: int) -> None:
         self.room, self.rank, self.size, self.ranks = room, rank, room.size, list(range(room.size))
+        self.put_bytes = 0
+
+    def note(self, what: str, sent_bytes: int) -> None:
+        self.put_bytes += sent_bytes
 
     def exchange(self, what: str, sends: Any, receives: Any, *, tag: int) -> "Coming":
         for peer, tensor in sends:
@@ -85,6 +95,31 @@ class Coming:
             tag, came = self.comm.room.ways[peer, self.comm.rank].get(timeout=60)
             assert (tag, came.shape) == (self.tag, tensor.shape)
             tensor.copy_(came)
+
+
+class ThreadWindow:
+    """As much of Window as neighbours need: an address means the same to all threads."""
+
+    def __init__(self, comm: ThreadComm, table: np.ndarray) -> None:
+        self.comm = comm
+        comm.room.tables[comm.rank] = table
+        comm.room.barrier.wait(60)
+
+    def table(self, peer: int) -> np.ndarray:
+        return self.comm.room.tables[peer]
+
+    def put(self, peer: int, own_N: np.ndarray, theirs_N: np.ndarray, run_bytes: int) -> None:
+        assert peer != self.comm.rank
+        for own, theirs in zip(own_N.tolist(), theirs_N.tolist(), strict=True):
+            ctypes.memmove(theirs, own, run_bytes)
+
+
+@contextmanager
+def among_threads(
+    comm: ThreadComm, memory: neighbours.Memory, *, dims: int
+) -> Iterator[neighbours.Neighbours]:
+    window: Any = ThreadWindow(comm, neighbours._table(memory, dims))
+    yield neighbours.Neighbours(window, dims)
 
 
 class Counted(FolderCopy):
@@ -189,6 +224,10 @@ def test_any_layout_reads_what_any_layout_saved(
 ) -> None:
     rng = random.Random(seed)
     monkeypatch.setattr(share, "_LARGE", rng.choice([64, 1024, share._LARGE]))
+    put = seed % 3 != 0
+    if put:
+        monkeypatch.setattr(share, "open_neighbours", among_threads)
+        monkeypatch.setattr(readplan, "RUN_BYTES", 64 if seed % 3 == 1 else 0)
     model = random_model(rng)
     before, savers = random_layout(rng, model, WORLDS[seed % 5])
     truth = {t.name: truth_of(t) for t in savers[0].plan}
