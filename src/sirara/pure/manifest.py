@@ -124,10 +124,15 @@ class Manifest:
 
     def boxes_of(self, tensor: int) -> tuple[np.ndarray, SavedBoxes]:
         """The tensor's pieces, and their boxes in that order, ready to be asked."""
+        index, offset_NK, size_NK = self.columns_of(tensor)
+        return index, SavedBoxes(offset_NK, size_NK)
+
+    def columns_of(self, tensor: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tensor's pieces, and offset and size of their boxes: [N], [N, K], [N, K]."""
         index = self.pieces_of(tensor)
         dims = len(self.tensors[tensor].shape)
         at = self._first_coordinate[index][:, None] + np.arange(dims)
-        return index, SavedBoxes(self.pieces.offset[at], self.pieces.size[at])
+        return index, self.pieces.offset[at], self.pieces.size[at]
 
     def volumes(self) -> np.ndarray:
         """Elements of each piece, from its box."""

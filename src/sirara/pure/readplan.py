@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from sirara.pure.layout import Box
 from sirara.pure.manifest import Manifest
 from sirara.pure.planned import ITEM_BYTES
+from sirara.pure.reshard import SavedBoxes
 
 ROUND_BYTES = 16 << 20
 """A reader holds what it read and what it packed of it, a receiver what comes: with this, below 64 MiB together."""
@@ -101,19 +102,38 @@ def _wants(
 ) -> tuple[dict[int, list[Want]], list[tuple[int, Box, int]]]:
     wants: dict[int, list[Want]] = {}
     holes: list[tuple[int, Box, int]] = []
+    # The layers of a model are all cut alike, when they are saved and when they are wanted.
+    known: dict[object, tuple[list[tuple[int, Want]], list[tuple[Box, int]]]] = {}
     for tensor, boxes in wanted:
-        index, saved = manifest.boxes_of(tensor)
-        known: dict[Box, list[tuple[int, Box]]] = {}
-        for rank in sorted(boxes):
-            for box in dict.fromkeys(boxes[rank]):
-                if box not in known:
-                    known[box] = saved.meeting(box)
-                    missing = box.volume - sum(common.volume for _, common in known[box])
-                    if missing:
-                        holes.append((tensor, box, missing))
-                for i, common in known[box]:
-                    wants.setdefault(int(index[i]), []).append((rank, common))
+        index, offset_NK, size_NK = manifest.columns_of(tensor)
+        by_rank = tuple((rank, tuple(boxes[rank])) for rank in sorted(boxes))
+        pattern = (offset_NK.shape, offset_NK.tobytes(), size_NK.tobytes(), by_rank)
+        if pattern not in known:
+            known[pattern] = _met(SavedBoxes(offset_NK, size_NK), by_rank)
+        met, missing = known[pattern]
+        holes.extend((tensor, box, count) for box, count in missing)
+        pieces = index.tolist()
+        for i, want in met:
+            wants.setdefault(pieces[i], []).append(want)
     return wants, holes
+
+
+def _met(
+    saved: SavedBoxes, by_rank: Iterable[tuple[int, Iterable[Box]]]
+) -> tuple[list[tuple[int, Want]], list[tuple[Box, int]]]:
+    """(saved box, who wants what of it), and the wanted boxes with the number of elements that are not saved."""
+    met: list[tuple[int, Want]] = []
+    missing: list[tuple[Box, int]] = []
+    known: dict[Box, list[tuple[int, Box]]] = {}
+    for rank, boxes in by_rank:
+        for box in dict.fromkeys(boxes):
+            if box not in known:
+                known[box] = saved.meeting(box)
+                count = box.volume - sum(common.volume for _, common in known[box])
+                if count:
+                    missing.append((box, count))
+            met.extend((i, (rank, common)) for i, common in known[box])
+    return met, missing
 
 
 def _rounds(

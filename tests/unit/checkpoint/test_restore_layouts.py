@@ -309,3 +309,9 @@ def test_readers_share_the_work_evenly_and_rounds_are_bounded(tmp_path: Path, se
                         received[rank] = received.get(rank, 0) + box.volume * item
         largest = max(int(m.pieces.length[i]) for pieces in one.values() for i in pieces)
         assert all(size <= most + largest for size in received.values())
+    straight, _ = plan_reads(m, wanted, put=True)
+    reads = [i for pieces in (*straight.alone.values(), *straight.put.values()) for i in pieces]
+    reads += [i for one in straight.rounds for pieces in one.values() for i in pieces]
+    assert sorted(reads) == list(range(len(m.pieces))) and straight.wants == plan.wants
+    loads = [straight.bytes_read(m, rank) for rank in range(len(readers))]
+    assert loads == [plan.bytes_read(m, rank) for rank in range(len(readers))]
