@@ -105,14 +105,17 @@ class Cluster:
 
         def one(i: int):
             rank = ranks[i]
-            image, data = self.image(rank, step)
             if keep and rank in keep:
-                return keep[rank](image, data)
-            folder = self.memory(rank // self.local_size) / RUN
-            arena = arena_of(folder, f"arena-{rank}-{step % 2}", image, data)
-            return self.keepers[rank].keep(image, memoryview(data), tiers=names, arena=arena)
+                return keep[rank](*self.image(rank, step))
+            return self.keep_own(rank, step, names)
 
         return dict(zip(ranks, in_ranks(len(ranks), one), strict=True))
+
+    def keep_own(self, rank: int, step: int, tiers) -> dict[str, TierResult]:
+        image, data = self.image(rank, step)
+        folder = self.memory(rank // self.local_size) / RUN
+        arena = arena_of(folder, f"arena-{rank}-{step % 2}", image, data)
+        return self.keepers[rank].keep(image, memoryview(data), tiers=tiers, arena=arena)
 
     def manifest(self, step: int) -> bytes:
         return manifest_of(self.plan, [self.image(r, step)[0] for r in range(self.world)])

@@ -477,11 +477,18 @@ def test_a_node_that_dies_during_a_save_is_named_by_all_that_need_it(cluster, ca
     c = cluster({"tier": "peer"}, PARITY, idle_s=1.0, deadline_s=4.0)
     c.save(1)
 
+    gone = threading.Event()
+
     def dies(image, data):
         c.lose(4)
+        gone.set()
         return {}
 
-    results = c.keep(2, keep={4: dies})
+    def comes_later(image, data):
+        assert gone.wait(30)
+        return c.keep_own(5, 2, ["peer", "parity"])
+
+    results = c.keep(2, keep={4: dies, 5: comes_later})
     assert not results[5]["peer"].ok and "rank 4 on node 4" in results[5]["peer"].fault
     for rank in (0, 1, 2, 3, 5):
         assert not results[rank]["parity"].ok and "rank" in results[rank]["parity"].fault

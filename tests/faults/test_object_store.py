@@ -163,7 +163,7 @@ def test_a_fault_on_the_way_up_is_repaired(tier, proxy, steps, kind, request_):
 
 
 def test_an_upload_that_does_not_move_is_sent_again(tier, proxy, steps):
-    store = tier(timeout="500ms")
+    store = tier(timeout="2s")
     rule = proxy.break_next("stall", lambda method, target: method == "PUT" and "partNumber=1" in target)
     upload(store, steps[10])
     assert rule.fired == 1

@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
+import click
+
+from sirara.checkpoint.object_check import UNREACHABLE, check_store
 from sirara.checkpoint.space import Seats, check_before_training, planned_needs
 from sirara.config.check import SIZES, check_layout, frozen_names, value_of
 from sirara.config.check_tiers import check_nodes
@@ -44,10 +47,11 @@ def preflight(config: RunConfig, *, starts: bool) -> ModelShape:
 
 
 def check_checkpoints(config: RunConfig, shape: ModelShape, *, run: RunFolder | None, seats: Seats) -> None:
-    """Whether there are nodes, bytes and inodes for the checkpoints of a run, as far as this node sees.
+    """Whether there are nodes, bytes, inodes and a store for the checkpoints of a run, as far as this node sees.
 
     Args:    run: None for a new one.
-    Raises:  ConfigError for nodes that a new run lacks, PlanError for space that it will lack.
+    Raises:  ConfigError for nodes that a new run lacks, PlanError for space that it will lack, StorageError for an
+             object store that cannot take checkpoints.
     """
     if run is None:  # one that goes on may have lost nodes
         check_nodes(config, seats.nodes)
@@ -61,6 +65,37 @@ def check_checkpoints(config: RunConfig, shape: ModelShape, *, run: RunFolder | 
         pinned=len(list(run.checkpoints.glob("step-*/pinned"))) if run else 0,
     )
     check_before_training(needs)
+    _check_stores(config, starts=run is None)
+
+
+def _check_stores(config: RunConfig, *, starts: bool) -> None:
+    """A run that goes on does so without a store that is away: its saves are on the disk, uploads are tried again."""
+    for i, tier in enumerate(config.checkpoint.tiers):
+        if tier.tier != "object" or tier.url is None:
+            continue
+        try:
+            check_store(tier.url, tier.options)
+        except StorageError as fault:
+            away = fault.code == UNREACHABLE
+            if away and not starts:
+                click.echo(
+                    f"warning: the object store {tier.url} is away, the run goes on without it: {fault.what}"
+                    f" ({fault.why}); uploads are tried with every save that is due there",
+                    err=True,
+                )
+                continue
+            raise StorageError(
+                f"the object store {tier.url} cannot take checkpoints: {fault.what}",
+                code=fault.code,
+                where=f"checkpoint.tiers.{i}",
+                why=fault.why,
+                try_=[
+                    "start it, or see that this machine reaches its endpoint"
+                    if away
+                    else "make the bucket, or correct url, endpoint, region and keys of the tier",
+                    "leave the tier object out; `sirara resume RUN checkpoint.tiers=...` adds it later",
+                ],
+            ) from fault
 
 
 def check_continues(before: RunConfig, now: RunConfig) -> None:

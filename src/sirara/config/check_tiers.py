@@ -124,7 +124,7 @@ def _values_of_tier(where: str, tier: "TierConfig") -> None:
 
 
 def _url(where: str, url: str | None) -> None:
-    scheme, found, _ = (url or "").partition("://")
+    scheme, found, rest = (url or "").partition("://")
     if not found:
         raise ConfigError(
             f"the tier object needs a url, not {as_yaml(url)}",
@@ -132,6 +132,7 @@ def _url(where: str, url: str | None) -> None:
             try_=[f"{{tier: object, url: {STORE_URLS[0]}}}"],
         )
     if scheme.lower() in STORE_SCHEMES:
+        _place(where, str(url), scheme.lower(), rest)
         return
     # A server of one's own is S3 at another endpoint; its bare address would be taken for WebDAV.
     own = [f"url: {STORE_URLS[0]}, options: {{endpoint: {url}}}"] if scheme.lower() == "http" else []
@@ -141,6 +142,26 @@ def _url(where: str, url: str | None) -> None:
         why=f"known are {', '.join(f'{s}://' for s in STORE_SCHEMES)}",
         try_=own or [f"url: {u}" for u in STORE_URLS],
     )
+
+
+def _place(where: str, url: str, scheme: str, rest: str) -> None:
+    """What follows the scheme: a bucket, or for a folder its path."""
+    if scheme == "memory":
+        return
+    bucket, _, path = rest.partition("/")
+    if scheme == "file" and (bucket or not path):
+        raise ConfigError(
+            f"url={url} names no folder from the root on",
+            where=where,
+            try_=[f"url: file://{Path(rest or 'FOLDER').absolute()}"],
+        )
+    if scheme != "file" and (not bucket or set(bucket) & set(" \t\\")):
+        raise ConfigError(
+            f"url={url} names no bucket",
+            where=where,
+            why="it stands between the two slashes and the next one",
+            try_=[f"url: {scheme}://BUCKET/{path or 'PREFIX'}"],
+        )
 
 
 def _intervals(config: "RunConfig") -> None:

@@ -107,6 +107,24 @@ def test_options_of_a_store_are_texts_whatever_yaml_makes_of_them():
             "url: s3://BUCKET/PREFIX, options: {endpoint: http://127.0.0.1:9000}",
         ),
         (
+            ["disk", {"tier": "object", "url": "s3:///runs"}],
+            "url=s3:///runs names no bucket",
+            "checkpoint.tiers.1.url",
+            "url: s3://BUCKET/runs",
+        ),
+        (
+            ["disk", {"tier": "object", "url": "gs://my bucket/runs"}],
+            "url=gs://my bucket/runs names no bucket",
+            "checkpoint.tiers.1.url",
+            "url: gs://BUCKET/runs",
+        ),
+        (
+            ["disk", {"tier": "object", "url": "file://runs"}],
+            "url=file://runs names no folder from the root on",
+            "checkpoint.tiers.1.url",
+            f"url: file://{Path.cwd()}/runs",
+        ),
+        (
             ["disk", {"tier": "memory", "copies": 3}],
             "copies=3 has no meaning for the tier memory",
             "checkpoint.tiers.1.copies",
