@@ -35,6 +35,14 @@ def gather_s(r: Rates, k: Constants, size: Floats, ranks: Floats, per_domain: Fl
     return np.where(ranks > 1, steps + (ranks - 1) / ranks * size / rate, 0.0)
 
 
+def _all_reduce_s(r: Rates, k: Constants, size: Floats, ranks: Floats, per_domain: Floats) -> Floats:
+    """An all-reduce of `size` bytes: a ring; or sums in each node, sums of each port's share over nodes, and back."""
+    ring = 2 * gather_s(r, k, size, ranks, per_domain)
+    inside = gather_s(r, k, size, per_domain, per_domain)
+    across = gather_s(r, k, size / per_domain, ranks / per_domain, np.ones(len(size)))
+    return np.where(ranks > per_domain, np.minimum(ring, 2 * (inside + across)), ring)
+
+
 def per_domain(domain: Floats, stride: Floats, ranks: Floats) -> Floats:
     """How many members of a group whose neighbours are `stride` ranks apart share a domain."""
     return np.clip(np.floor(domain / stride), 1.0, ranks)
@@ -44,8 +52,18 @@ def tp_s(p: Points, r: Rates, k: Constants) -> Floats:
     """Tensor-parallel traffic of one block's forward (and, once more, of its backward): two all-reduces."""
     size = 2 * p.tokens * p.hidden
     within = per_domain(r.domain, np.ones(len(p)), p.tp)
-    waits = k.sync_s * (p.tp - 1) * np.where(p.launch == Launch.GRAPHS, 0.2, 1.0)
-    return 4 * gather_s(r, k, size, p.tp, within) + 2 * waits
+    # With sequence parallelism the same volume goes as gathers and scattered sums, which are rings.
+    rings = 2 * gather_s(r, k, size, p.tp, within)
+    return 2 * np.where(p.sequence_parallel > 0, rings, _all_reduce_s(r, k, size, p.tp, within))
+
+
+def tp_waits_s(p: Points, k: Constants) -> Floats:
+    """What hosts of a tensor-parallel group wait for each other in one block's forward, at two collectives.
+
+    Hosts launch at times of their own.  A device that has work queued does not notice; one that waits for its host
+    waits for the slowest host of its group.
+    """
+    return 2 * k.sync_s * (p.tp - 1) * np.where(p.launch == Launch.GRAPHS, 0.2, 1.0)
 
 
 def cp_s(p: Points, r: Rates, k: Constants) -> Floats:

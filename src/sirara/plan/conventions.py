@@ -127,13 +127,16 @@ def _model(row: Mapping[str, str], c: Columns, framework: str, assumed: list[str
     for key in ("head_dim", "q_rank", "kv_rank", "rope_dim", "shared_ffn", "dense_ffn", "dense_layers",
                 "predict_ahead", "node_limit", "window", "window_share"):  # fmt: skip
         c[key] = float(extra.get(key, 0.0))
+    if framework == "automodel":
+        # Its models are those of the transformers library, which have no blocks that predict further tokens.
+        c["predict_ahead"] = 0.0
     if "reduced layers" in (row.get("notes") or ""):
         c["dense_layers"], c["predict_ahead"] = min(1.0, c["dense_layers"]), 0.0
     c["dropout"] = float(old and framework != "offload")
     c["layer_norm"] = float(not gated)
     c["bias"] = float(extra.get("bias", not gated))
     c["tied"] = float(not gated or _is_tied(row, c))
-    c["learned"] = float(old and "bloom" not in (row.get("source") or "").lower())
+    c["learned"] = float(old)
 
 
 def _is_tied(row: Mapping[str, str], c: Mapping[str, Any]) -> bool:
@@ -210,7 +213,7 @@ def _conventions(row: Mapping[str, str], c: Columns, framework: str, assumed: li
         c["vpp"] = (c["layers"] + 2) / c["pp"]
     text = (row.get("schedule_or_impl") or "").lower()
     kinds = {"old": Kind.DEEPSPEED if "deepspeed" in text else Kind.MEGATRON_2021, "offload": Kind.MEGATRON_2021,
-             "foundry": Kind.FSDP, "titan": Kind.FSDP2, "automodel": Kind.FSDP2}  # fmt: skip
+             "foundry": Kind.FSDP, "titan": Kind.FSDP2, "automodel": Kind.FSDP2_TE}  # fmt: skip
     c["kind"] = int(kinds.get(framework, Kind.MEGATRON))
     c["lora"] = float("lora" in text)
     flash = {"old": Attention.PLAIN, "zb": Attention.PLAIN, "offload": Attention.PLAIN, "foundry": Attention.FLASH,
@@ -237,28 +240,10 @@ def _conventions(row: Mapping[str, str], c: Columns, framework: str, assumed: li
     c["tp_overlap"] = c["dp_overlap"] = c["pp_overlap"] = float(overlap)
     across = c["experts"] > 0 and c["ep"] > max(find(row["gpu_type"]).domain, c["per_node"])
     c["ep_overlap"] = float(framework == "bridge" and across)
-    _recipe(row, c, framework)
     c["dedup"] = float(framework in ("bridge", "automodel"))
     # Megatron's pipeline and DeepSpeed's both cut a boundary tensor over tensor-parallel ranks.
     c["scatter_gather"] = 1.0
     _bytes(row, c, framework)
-
-
-def _recipe(row: Mapping[str, str], c: Columns, framework: str) -> None:
-    """What a release's recipes switch on for mixtures in 8 bits: scripts/performance/configs of Megatron-Bridge."""
-    release = re.search(r"(\d\d)\.(\d\d)", row.get("source") or "")
-    late = release is not None and (int(release.group(1)), int(release.group(2))) >= (26, 6)
-    blackwell = find(row["gpu_type"]).name in ("b200", "gb200", "b300", "gb300")
-    on = (
-        framework == "bridge"
-        and late
-        and blackwell
-        and c["experts"] > 0
-        and c["dtype"] >= DTYPES.index("fp8")
-    )
-    c["attention8"] = c["fused_experts"] = float(on)
-    if on:
-        c["launch"], c["ep_overlap"] = int(Launch.GRAPHS), 1.0
 
 
 def _bytes(row: Mapping[str, str], c: Columns, framework: str) -> None:
@@ -308,7 +293,7 @@ def _check(c: Mapping[str, Any]) -> None:
         raise Refused(f"tp {c['tp']:.0f} divides neither heads nor hidden")
     if c["experts"] > 0 and c["experts"] % c["ep"]:
         raise Refused(f"ep {c['ep']:.0f} does not divide {c['experts']:.0f} experts")
-    if c["kind"] in (Kind.FSDP, Kind.FSDP2) and c["pp"] > 1 and c["zero"] >= 3 and c["experts"] == 0:
+    if c["kind"] in (Kind.FSDP, Kind.FSDP2, Kind.FSDP2_TE) and c["pp"] > 1 and c["zero"] >= 3 and c["experts"] == 0:
         raise Refused("fully sharded parameters over pipeline stages of a dense model are not predicted")
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sirara.plan import constants as c
-from sirara.plan.collectives import cp_s, ep_s, gather_s, per_domain, pp_s, tp_s
+from sirara.plan.collectives import cp_s, ep_s, gather_s, per_domain, pp_s, tp_s, tp_waits_s
 from sirara.plan.constants import Constants
 from sirara.plan.hardware import Table
 from sirara.plan.kernels import Block, Rates, dense_block, head, mixture_block, rates
@@ -112,10 +112,11 @@ def _paced(p: Points, r: Rates, k: Constants, b: Block, *, mixture: bool) -> _Pa
     tp, ep = tp_pass * passes, ep_pass * passes
     # The device waits for the host or the host for the device, whichever has more to do; traffic is the device's.
     sent = (tp - hidden_tp + ep - hidden_ep) / passes
-    forward = _smooth_max(b.work(0) + sent, b.host[0]) - sent
-    backward = _smooth_max(b.work(1) + sent, b.host[1]) - sent
+    waits = tp_waits_s(p, k)
+    forward = _smooth_max(b.work(0) + sent, b.host[0] + waits) - sent
+    backward = _smooth_max(b.work(1) + sent, b.host[1] + waits) - sent
     # torch's non-reentrant checkpoint stops when the last saved tensor is there: the block's last matmul is not redone.
-    early = ((p.kind == Kind.FSDP) | (p.kind == Kind.FSDP2)) * b.last
+    early = np.isin(p.kind, (Kind.FSDP, Kind.FSDP2, Kind.FSDP2_TE)) * b.last
     again = p.recompute_share * np.where(full, forward - early, _partly(p, b))
     return _Paced(
         forward=forward, again=again, backward=backward, tp=tp - hidden_tp, cp=cp - hidden_cp, ep=ep - hidden_ep,
@@ -188,7 +189,12 @@ def _step(
     summed_s = _summed(p, r, s, z)
     per_stage = per_stage + summed_s[:, None]
     per_stage = np.where(s.count > 0, per_stage, 0.0)
-    at = per_stage.argmax(axis=1)
+    boundary = pp_s(p, r, k)
+    # A stage sends to and receives from a neighbour at once; the ends of a plain pipeline have only one.
+    sides = np.where(v[:, None] > 1, 2.0, 2.0 - s.first - s.last)
+    sent = np.where(pp > 1, boundary * v, 0.0)[:, None] * np.maximum(sides, 0.0)
+    sent_hidden = sent * 0.8 * p.pp_overlap[:, None]
+    at = np.where(s.count > 0, per_stage + sent - sent_hidden, 0.0).argmax(axis=1)
 
     def pick(x: Floats) -> Floats:
         return np.take_along_axis(x, at[:, None], axis=1)[:, 0]
@@ -196,10 +202,7 @@ def _step(
     slowest = pick(per_stage)
     others = (per_stage * s.count).sum(axis=1) - slowest
     bubble = others / v * _filling(p, plain)
-    boundary = pp_s(p, r, k)
-    traffic = np.where(pp > 1, 2 * boundary * v, 0.0)
-    hidden_pp = traffic * 0.8 * p.pp_overlap
-    pipe = m * (traffic - hidden_pp) + np.where(pp > 1, 2 * (pp - 1) * boundary, 0.0)
+    pipe = m * pick(sent - sent_hidden) + np.where(pp > 1, 2 * (pp - 1) * boundary, 0.0)
     work = pick(stage("forward") + stage("backward")) * m + pick(heads * (ends[0] + ends[1])[:, None]) * m
     dp_s, dp_hidden = _reduced(p, r, s, z, k, per_stage[:, 0])
     dp_s, dp_hidden = dp_s + m * pick(blocks) * shard_s, dp_hidden + m * pick(blocks) * shard_hidden
@@ -234,7 +237,7 @@ def _step(
         hidden_tp=m * pick(stage("hidden_tp")),
         hidden_cp=m * pick(stage("hidden_cp")),
         hidden_ep=m * pick(stage("hidden_ep")),
-        hidden_pp=m * hidden_pp,
+        hidden_pp=m * pick(sent_hidden),
         hidden_dp=dp_hidden,
         step_s=terms + slowed,
         forward_s=pick(stage("forward") + heads * ends[0][:, None]),
@@ -258,7 +261,8 @@ def _sharded(p: Points, r: Rates, z: Sizes, k: Constants, a: _Paced, e: _Paced) 
     three = p.zero >= 3
     moe = z.moe > 0
     block = (z.attention + z.norms + np.where(moe, z.shared + z.router, z.dense_mlp)) / p.tp
-    # An assumption, not a published figure: ZeRO-3 of 2021 drives one port per rank, not all of the node's.
+    # ZeRO-3 of 2021 gathers at the rate of one port, not of all of a node's: so a 175B model at a fixed batch falls
+    # from 144 TFLOP/s on 384 devices to 44 on 1,536 (arXiv:2104.04473, table 2); all ports would keep it above 180.
     early = (p.kind == Kind.DEEPSPEED) | (p.kind == Kind.MEGATRON_2021)
     within = np.where(early, 1.0, per_domain(r.domain, p.tp, p.shards))
     gather = gather_s(r, k, block * p.gather_bytes, p.shards, within)

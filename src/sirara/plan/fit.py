@@ -77,7 +77,7 @@ def fit(
 
     x, e = x0, residuals(x0)
     now = before = loss(x, e)
-    damping = 1.0
+    damping, done = 1.0, False
     for _ in range(rounds):
         jacobian = np.stack([(residuals(x + 1e-3 * d) - e) / 1e-3 for d in np.eye(len(x))], axis=1)
         w = weight * np.minimum(1.0, _HUBER / np.maximum(np.abs(e), 1e-9)) / _HUBER**2
@@ -89,10 +89,13 @@ def fit(
             e_tried = residuals(tried)
             value = loss(tried, e_tried)
             if value < now:
+                done = value > now * (1 - 1e-4)
                 x, e, now, damping = tried, e_tried, value, damping * 0.3
                 break
             damping *= 4
         else:
+            break
+        if done:
             break
     return Fit(constants=at(x), rows=len(p), loss_before=before, loss_after=now)
 

@@ -76,7 +76,7 @@ def rates(p: Points, hw: Table, k: Constants) -> Rates:
         plain=hw.peak[at, bf16] * hw.share[at, bf16] * f,
         grouped=hw.grouped[at] * k.grouped,
         scalar=hw.peak[at, low] * hw.share[at, low] * f,
-        flash=hw.peak[at, bf16] * share * k.attention * np.where(p.attention8 > 0, 1.5, 1.0),
+        flash=hw.peak[at, bf16] * share * k.attention,
         hbm=hw.hbm_bytes_per_s[at],
         units=hw.units[at],
         up=hw.up_bus_bytes_per_s[at],
@@ -176,10 +176,9 @@ def _moved(p: Points, r: Rates, k: Constants, ffn: Floats, *, tokens: Floats) ->
     # Rotated queries and keys; without flash, heads that are put side by side again.
     turned = np.where((p.learned > 0) | (p.gated == 0), 0.0, 4 * (ag + kg))
     heads = p.tokens / p.tp * (turned + np.where(p.attention == Attention.PLAIN, 4 * ag, 0.0))
-    apart = np.where(p.fused_experts > 0, 0.4, 1.0)
-    active = tokens / p.tp * ffn * (4 + 2 * p.gated) * apart
+    active = tokens / p.tp * ffn * (4 + 2 * p.gated)
     low = p.dtype >= DTYPES.index("fp8")
-    cast = low * (4 * (2 * h * serial + (ag / p.tp) * p.tokens) + 4 * tokens * ffn / p.tp * apart)
+    cast = low * (4 * (2 * h * serial + (ag / p.tp) * p.tokens) + 4 * tokens * ffn / p.tp)
     # Adapters beside the four linear layers: dropout of the input, the sum with the output; graphs have them fused.
     adapters = (
         p.lora
@@ -187,7 +186,7 @@ def _moved(p: Points, r: Rates, k: Constants, ffn: Floats, *, tokens: Floats) ->
         * (serial * 8 * h + p.tokens / p.tp * (10 * ag + 12 * kg + (10 + 6 * p.gated) * ffn))
     )
     # Hand-fused kernels move what they must and some more; one operation after the other, twice that excess.
-    by_hand = (p.kind == Kind.MEGATRON) | (p.kind == Kind.MEGATRON_2021) | (p.kind == Kind.DEEPSPEED)
+    by_hand = np.isin(p.kind, (Kind.MEGATRON, Kind.MEGATRON_2021, Kind.DEEPSPEED, Kind.FSDP2_TE))
     excess = np.where(by_hand, k.traffic**0.5, k.traffic)
     forward = (around + heads + active + cast + adapters) * excess / r.hbm
     return forward, 1.5 * forward

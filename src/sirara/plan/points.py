@@ -31,6 +31,8 @@ class Kind(IntEnum):
     FSDP2 = 4
     DEEPSPEED = 5
     """Megatron-DeepSpeed of 2022: as MEGATRON_2021 with ZeRO's flat buffers."""
+    FSDP2_TE = 6
+    """FSDP2 around Transformer Engine's fused modules."""
 
 
 class Recompute(IntFlag):
@@ -119,7 +121,6 @@ _DEFAULTS: dict[str, float] = {
     # how it is computed
     "dtype": DTYPES.index("bf16"), "attention": 0, "launch": 0, "loss": 0,
     "tp_overlap": 0, "dp_overlap": 0, "ep_overlap": 0, "pp_overlap": 0, "scatter_gather": 0, "dedup": 0,
-    "attention8": 0, "fused_experts": 0,
     "lora": 0,
     # what a parameter holds, bytes
     "weight_bytes": 2, "gather_bytes": 2, "grad_bytes": 4, "optim_bytes": 12, "reduce_bytes": 4, "state_shard": 0,
@@ -151,7 +152,6 @@ class Points:
     tp_overlap .. pp_overlap: whether that traffic runs beside computation.  scatter_gather: a boundary tensor crosses
     the network once, split over tp.  dedup: a token goes once to each node, whatever number of its experts is there.
     weight_bytes, grad_bytes, optim_bytes: per parameter held.  gather_bytes, reduce_bytes: on the wire.
-    attention8: attention multiplies in 8 bits.  fused_experts: an expert's matmuls and activation are one kernel.
     state_shard: 1 where optimizer state is cut over dp*cp whatever `zero` says.  dummy_bytes: per parameter of one
     block, kept as stand-ins for gradients that were added in place.
     block: k of the reduction tree.  lora: weights are frozen, adapters are small.
@@ -210,8 +210,6 @@ class Points:
     pp_overlap: Floats
     scatter_gather: Floats
     dedup: Floats
-    attention8: Floats
-    fused_experts: Floats
     lora: Floats
     weight_bytes: Floats
     gather_bytes: Floats
