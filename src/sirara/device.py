@@ -42,6 +42,12 @@ class Device:
         found = count()
         return found.uordblks + found.hblkhd
 
+    def reserved_and_used_bytes(self) -> tuple[int, int]:
+        """Of an accelerator: bytes that torch's allocator held at most since the last `peak` began, and bytes in use on
+        the device now, other processes included."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return torch.cuda.max_memory_reserved(self.torch_device), total - free
+
     @contextmanager
     def peak(self, *, every_s: float = 0.5e-3) -> Iterator["Peak"]:
         """Watches allocated bytes inside the block; `Peak.bytes` is the most there was above those at its start.

@@ -312,6 +312,12 @@ class CheckpointManager:
         self._hear()
         return self.ledger.take()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save of this rank is still being written or uploaded, as far as it has heard."""
+        line = self._background
+        return line is not None and (line.busy or line.keeper.uploading)
+
     def save_due(self) -> bool:
         """On rank 0: whether a save that was put off, or failed, should be made at the next step boundary."""
         self._hear()

@@ -1,9 +1,7 @@
 """`mesh: auto`: the layout of a run is searched for the machines that it starts on, and the decision is kept."""
 
-import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +10,18 @@ from sirara.config.load import Loaded, load
 from sirara.errors import ConfigError
 from sirara.launch.external import Launcher
 from sirara.launch.local import count_gpus
-from sirara.plan.constants import fitted
 from sirara.plan.explain_search import search_record
-from sirara.plan.from_config import cluster_of
-from sirara.plan.hardware import Accelerator, find, table
 from sirara.plan.layouts import runnable_space
 from sirara.plan.search import search
-from sirara.plan.verdict import Setting
-
-GPU_FOLDERS = Path("/proc/driver/nvidia/gpus")
-UNKNOWN_GPU = "h100-sxm"
+from sirara.plan.setting import setting_here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What was chosen; `text`: of plan.json.  said: one line for people."""
+    """What was chosen; `search`: from what, for plan.json.  said: one line for people."""
 
     loaded: Loaded
-    text: str
+    search: Mapping[str, Any]
     said: str
 
 
@@ -47,12 +39,10 @@ def decide(
     """
     config = loaded.config
     workers, per_node = _workers(config.launch.nproc, config.launch.nodes, launcher, env)
-    accelerator, note = this_accelerator(env, per_node)
-    setting = Setting(
-        cluster=cluster_of(accelerator, gpus=workers, per_node=per_node),
-        table=table([accelerator]),
-        constants=fitted(),
+    setting, here = setting_here(
+        "cuda" if count_gpus(env) else "cpu", workers=workers, per_node=per_node, env=env
     )
+    accelerator = here.accelerator
     shape = shape_on_paper(config)
     found = search(config, shape, setting, runnable_space(config, shape, accelerator, workers))
     best = found.best_now or found.best
@@ -69,7 +59,12 @@ def decide(
     chosen = load(path, [*overrides, mesh], env)
     record: dict[str, Any] = {
         "asked": "mesh: auto",
-        "machine": {"accelerator": accelerator.name, "devices": workers, "per_node": per_node, "note": note},
+        "machine": {
+            "accelerator": accelerator.name,
+            "devices": workers,
+            "per_node": per_node,
+            "note": here.why,
+        },
         "chosen": mesh,
         **search_record(found),
     }
@@ -77,7 +72,7 @@ def decide(
     said = " ".join(f"{k} {v}" for k, v in words.items())
     return Decision(
         loaded=chosen,
-        text=json.dumps(record, indent=1) + "\n",
+        search=record,
         said=f"mesh auto: {said}, of {found.fitting:,} layouts that fit {workers} x {accelerator.name}; see plan.json",
     )
 
@@ -90,28 +85,3 @@ def _workers(
         return launcher.world, max(1, launcher.local_world)
     here = int(nproc) if nproc != "auto" else max(1, count_gpus(env))
     return here * nodes, here
-
-
-def this_accelerator(env: Mapping[str, str], workers: int) -> tuple[Accelerator, str]:
-    """(what this node computes on, how that is known).  A CPU's memory is shared by the node's workers."""
-    if not count_gpus(env):
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return replace(
-            find("cpu"), hbm_bytes=total / workers
-        ), "rates of the shipped table; memory of this machine"
-    name = _model_name()
-    for known in (name, name.removeprefix("nvidia "), *reversed(name.split())):
-        try:
-            return find(known), f"the driver says {name}"
-        except ConfigError:
-            continue
-    return find(UNKNOWN_GPU), f"{name or 'the device'} is not in the table: taken for {UNKNOWN_GPU}"
-
-
-def _model_name() -> str:
-    for file in sorted(GPU_FOLDERS.glob("*/information")):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "Model":
-                return value.strip().lower()
-    return ""

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,7 @@ from sirara.launch.external import Agreement, Launcher, agree, detect
 from sirara.launch.local import Workers, count_cores, count_gpus, plan_workers
 from sirara.launch.signals import request
 from sirara.launch.worker import Result, Seat
+from sirara.plan.stored import add
 
 # An owner that is just ending (its agent was killed, or it is writing its last record) is waited for.
 WAIT_FOR_OWNER_S = 10.0
@@ -91,12 +93,15 @@ def save(run_name: str, as_json: bool, dry_run: bool) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What was asked for; `run` is None until a new run has its folder.  decision: text of plan.json."""
+    """What was asked for; `run` is None until a new run has its folder.
+
+    search: what the layout was chosen from, where the configuration left it open; kept in plan.json.
+    """
 
     loaded: Loaded
     run: RunFolder | None
     as_json: bool
-    decision: str = ""
+    search: Mapping[str, Any] | None = None
 
     def begin(self, run: RunFolder, threads: int) -> int:
         """Owns the run under a new attempt, whose configuration is this one.
@@ -108,13 +113,12 @@ class _Job:
         run.logs(attempt).mkdir(parents=True, exist_ok=True)
         write_durably(Path(attempt_config(run, attempt)), self.loaded.text)
         run.keep(threads=threads)
+        if self.search is not None:
+            add(run.path, attempt, search=self.search)
         return attempt
 
     def folder(self, identity: str = "") -> RunFolder:
-        run = self.run or RunFolder.create(self.loaded.config, self.loaded.text, identity=identity)
-        if self.decision:
-            write_durably(run.path / "plan.json", self.decision)
-        return run
+        return self.run or RunFolder.create(self.loaded.config, self.loaded.text, identity=identity)
 
     def workers(self) -> Workers:
         config = self.loaded.config
@@ -137,7 +141,7 @@ def _decided(path: str | Path, overrides: list[str], job: _Job) -> _Job:
 
     decision = decide(path, overrides, job.loaded, detect(os.environ), os.environ)
     click.echo(decision.said, err=True)
-    return replace(job, loaded=decision.loaded, decision=decision.text)
+    return replace(job, loaded=decision.loaded, search=decision.search)
 
 
 def _go(job: _Job, *, dry_run: bool) -> None:

@@ -62,7 +62,11 @@ class Transfer:
         """Blocks the host (CPU) or the current stream (CUDA) until all of it has arrived."""
         with self.comm.translate(self.what):
             for work in self.works:
-                work.wait()
+                if isinstance(work, Transfer):  # which counts for its own group
+                    work.wait()
+                    continue
+                with self.comm.waiting():
+                    work.wait()
         self.works, self.keep = (), ()
 
 
@@ -70,6 +74,7 @@ class Comm:
     """All communication of one rank inside one group of ranks.
 
     Attributes:  bytes_sent: payload bytes that this rank has sent so far.
+                 waited_s: seconds that the host has waited so far; on CUDA streams wait, and the host hardly does.
                  trace: the last calls, newest last, for the report of a hang.
                  alarm: tells of failures on other ranks, where there is one.
     """
@@ -85,6 +90,7 @@ class Comm:
         self.link: Link | None = None
         self.alarm: Alarm | None = None
         self.bytes_sent = 0
+        self.waited_s = 0.0
         self.trace: deque[tuple[float, str]] = deque(maxlen=64)
 
     def exchange(
@@ -139,7 +145,7 @@ class Comm:
             return row_N.unsqueeze(0)
         out = row_N.new_empty(self.size * row_N.numel())
         self.note(what, row_N.numel() * row_N.element_size() * (self.size - 1))
-        with self.translate(what):
+        with self.translate(what), self.waiting():
             _all_gather(out, row_N.contiguous(), group=self.group)
         return out.view(self.size, -1)
 
@@ -149,13 +155,22 @@ class Comm:
         Bits depend on the layout: only `numerics: fast` calls it.
         """
         self.note(what, full_P.numel() * full_P.element_size())
-        with self.translate(what):
+        with self.translate(what), self.waiting():
             _reduce_scatter(out_S, full_P, group=self.group)
 
     def note(self, what: str, sent_bytes: int) -> None:
         """Counts bytes that this rank sends and keeps the call for the report of a hang."""
         self.bytes_sent += sent_bytes
         self.trace.append((time.monotonic(), what))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the seconds inside the block."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_s += time.perf_counter() - began
 
     @contextmanager
     def translate(self, what: str) -> Iterator[None]:

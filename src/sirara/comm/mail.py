@@ -66,7 +66,8 @@ class Mail:
 
     def finish(self, mark: Sequence[int] | None = None) -> None:
         """Waits until the peers have taken everything that was sent (before `mark`)."""
-        self._carrier.settle(self._carrier.mark() if mark is None else mark)
+        with self.comm.waiting():
+            self._carrier.settle(self._carrier.mark() if mark is None else mark)
 
     def poison(self, error: BaseException) -> None:
         """Tells every peer that nothing more will come, and why.  Never waits."""
@@ -121,4 +122,5 @@ class Letter:
 
         Raises:  InvariantError when something else came, CommError when a rank failed, CommTimeout.
         """
-        return self.mail.receive(self)
+        with self.mail.comm.waiting():
+            return self.mail.receive(self)

@@ -1,12 +1,13 @@
 """What all ranks agree on before an update, in one small gather: losses, finiteness, the gradient norm, requests.
 
-    row of a rank    [request, group and place of the first bad element, loss sums of its microbatches,
-                      norm sums per group and aligned node]
+    row of a rank    [request, group and place of the first bad element, what it measured of the step before,
+                      loss sums of its microbatches, norm sums per group and aligned node]
 
 One logical parameter counts once: of its copies (replicated over tp, tied over stages) one rank speaks.  Sums are
 combined in an order that is a function of the model alone, so the norm has equal bits for every dp, pp and ZeRO stage.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, sqrt
@@ -19,6 +20,7 @@ from sirara.parallel.flat import FlatGroup
 from sirara.parallel.parallelize import Stage
 from sirara.pure.groups import GRAIN, Group
 from sirara.pure.tree import Deal, aligned_nodes, combine, node_sums
+from sirara.train.meter import FACTS
 
 Tensor = torch.Tensor
 
@@ -29,17 +31,22 @@ Bad = tuple[float, float]
 """(number of the group, flat place in it) of a gradient element that is not finite; (inf, inf) when all are."""
 FINE: Bad = (inf, inf)
 
-_HEAD = 3
+_SAID = 3
+_HEAD = _SAID + len(FACTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """What all ranks know after the gather; `bad` is the first non-finite gradient element, in canonical order."""
+    """What all ranks know after the gather; `bad` is the first non-finite gradient element, in canonical order.
+
+    facts: [ranks, FACTS] of the step before, zero where a rank told none.
+    """
 
     loss_sum: float
     norm: float
     bad: Bad | None
     request: int
+    facts: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +76,19 @@ class Agreement:
                 self.width = max(self.width, at)
         self.places = {key: places[key] for key in sorted(places)}
 
-    def reach(self, shards: list[Tensor], losses: list[float], request: int) -> Agreed:
+    def reach(
+        self, shards: list[Tensor], losses: list[float], request: int, facts: Sequence[float] = ()
+    ) -> Agreed:
         """Collective.
 
         Args:  shards: gradients of the groups that this rank updates.  losses: of its microbatches, in order.
+               facts: what it measured of the step before (train/meter.py).
         """
         zero, mesh, deal = self.stage.zero, self.mesh, self.deal
         sums, bad = grain_sums(shards, zero.trained)
         row = np.zeros(self.width)
-        row[:_HEAD] = request, *bad
+        row[:_SAID] = request, *bad
+        row[_SAID : _SAID + len(facts)] = facts
         row[_HEAD : _HEAD + len(losses)] = losses
         for values, flat in zip(sums, zero.trained, strict=True):
             place = self.places.get((flat.index, mesh.coordinate("tp")))
@@ -93,12 +104,13 @@ class Agreement:
         square = 0.0
         for place in self.places.values():
             square += _total(place, rows)
-        first_bad = min((float(group), float(place)) for group, place in rows[:, 1:_HEAD])
+        first_bad = min((float(group), float(place)) for group, place in rows[:, 1:_SAID])
         return Agreed(
             loss_sum=loss,
             norm=sqrt(square) if square >= 0 else square,
             bad=None if first_bad == FINE else first_bad,
             request=int(rows[:, 0].max()),
+            facts=rows[:, _SAID:_HEAD],
         )
 
     def name_of(self, bad: Bad) -> str:

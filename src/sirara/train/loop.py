@@ -18,6 +18,7 @@ from sirara.errors import ConfigError, SiraraError
 from sirara.events import JsonLines
 from sirara.pure.families import parameter_count
 from sirara.pure.split import blocks_per_stage
+from sirara.train.compare import PATIENCE_S
 from sirara.train.own_loop import Trainer
 from sirara.train.saving import GIVE_UP, SAVE, STOP
 from sirara.train.step import StepResult
@@ -121,6 +122,7 @@ class _Journal:
         self.speaks = trainer.world.rank == 0
         self.events = JsonLines(run.events, patient=True, attempt=attempt) if self.speaks else None
         self.metrics = JsonLines(run.metrics, patient=True, attempt=attempt) if self.speaks else None
+        self.told = 0
 
     def event(self, kind: str, **fields: object) -> None:
         if self.events is not None:
@@ -244,6 +246,7 @@ class _Journal:
             return
         trainer, counters = self.trainer, self.trainer.state.counters
         seconds = trainer.timings["time/step_s"]
+        shown = trainer.step % self.config.log.every == 0 or trainer.step == self.config.train.steps
         self.metrics.append(
             {
                 "step": trainer.step,
@@ -254,12 +257,13 @@ class _Journal:
                 "train/lr": result.lr,
                 "train/tokens_total": counters.tokens,
                 "throughput/tokens_per_s": result.target_tokens / seconds,
-                "memory/peak_bytes": trainer.device.peak_bytes(),
+                "memory/peak_bytes": trainer.meter.peak_bytes,
                 **trainer.timings,
                 **{f"eval/{name}/loss": value for name, value in evals.items()},
+                **(self._plan_errors() if shown else {}),
             }
         )
-        if trainer.step % self.config.log.every == 0 or trainer.step == self.config.train.steps:
+        if shown:
             _log.info(
                 "step %d/%d  loss %.4f  norm %.3f  lr %.2e  %d tokens/s%s",
                 trainer.step,
@@ -271,9 +275,27 @@ class _Journal:
                 "".join(f"  {name} {value:.4f}" for name, value in evals.items()),
             )
 
+    def _plan_errors(self) -> dict[str, float]:
+        """How wrong the plan is so far; the whole grade is an event now and then, should the end not be written."""
+        found = self.trainer.comparison and self.trainer.comparison.grade()
+        self.told += 1
+        if found is None:
+            return {}
+        if self.told >= 4 and not self.told & (self.told - 1):
+            self.event("plan_grade", step=self.trainer.step, plan=found.as_record())
+        return found.errors()
+
+    def _grade_plan(self) -> None:
+        found = self.trainer.comparison and self.trainer.comparison.grade(wait_s=PATIENCE_S)
+        if found is not None:
+            self.event("plan_grade", step=self.trainer.step, plan=found.as_record())
+            for line in found.wrong:
+                _log.info("mispredicted: %s", line)
+
     def end(self, reason: Literal["done", "stopped"], digest: str) -> Outcome:
         """Writes down that the attempt is over and says how."""
         trainer = self.trainer
+        self._grade_plan()
         self.event("stop" if reason == "stopped" else "done", step=trainer.step, digest=digest)
         folder = self.run.checkpoints / f"step-{trainer.step:09d}"
         return Outcome(

@@ -43,9 +43,11 @@ from sirara.pure.families import TensorSpec, init_slice
 from sirara.pure.rng import DropoutKey
 from sirara.train.assemble import assemble, specs_of
 from sirara.train.batch import to_inputs
+from sirara.train.compare import Attempt, Comparison
 from sirara.train.evaluate import evaluate
 from sirara.train.grade import Grade, arithmetic, grade
 from sirara.train.lr import lr_at
+from sirara.train.meter import Meter
 from sirara.train.precision import precision_of
 from sirara.train.saving import Saves
 from sirara.train.step import StepResult
@@ -59,7 +61,8 @@ class Trainer:
     Attributes:  state: the one owner of what is resumed.  comm, device: where this rank stands.
                  stepper: the step pipeline and this rank's stages.  deal: who computes which microbatch.
                  loss: of the last step.  grade: how equal the run is to an uninterrupted one.
-                 saves: when and where it is saved, and how that ended.
+                 saves: when and where it is saved, and how that ended.  meter: what this rank measures of its steps.
+                 comparison: on rank 0, from `start` or `resume` on, the plan of this attempt beside what is measured.
                  timings: seconds of the last step by name ("time/step_s", "time/data_wait_s"), and of the saves
                  between it and the one before ("time/ckpt_stall_s").
     """
@@ -78,6 +81,14 @@ class Trainer:
         )
         self.comms = connect_axes(self.world, self.mesh.groups(), timeout_s=timeout_s)
         self.comm = self.comms.world
+        self.meter = Meter(
+            self.device,
+            self.comms,
+            self.mesh,
+            held_bytes=lambda: sum(nbytes for _, nbytes in self.state.zero.bytes_held()),
+            compiled=config.train.compile,
+        )
+        self.comparison: Comparison | None = None
         self.grade = Grade("exact" if config.numerics == "exact" else "close", ())
         self.timings: dict[str, float] = {}
         self.loss = math.nan
@@ -154,6 +165,7 @@ class Trainer:
         else:
             self.state.zero.initialise(self._drawn)
         self.saves.prepare()
+        self._compare()
 
     def resume(self) -> Restored:
         """Continues from the newest committed step that is complete and intact, or starts when there is none.
@@ -169,6 +181,7 @@ class Trainer:
         snapshot, restored = found
         self._remember_scores()
         self.saves.prepare()
+        self._compare()
         self.state.complete()
         record = snapshot.record
         self._open_data(record["data"])
@@ -194,6 +207,23 @@ class Trainer:
                 why=f"sample ids digest to {ids}, {record['next_batch']} was saved",
             )
         return restored
+
+    def _compare(self) -> None:
+        """Begins to plan this attempt."""
+        if self.world.rank == 0:
+            attempt = Attempt(
+                folder=self.run.path,
+                number=self.manager.attempt,
+                config=self.config,
+                shape=self.shape,
+                kind="cuda" if self.device.kind == "cuda" else "cpu",
+                device=self.device.model,
+                ranks=self.world.size,
+                ranks_per_node=self.world.local_size,
+                dp=self.mesh.dp,
+                block=self.layout["block"],
+            )
+            self.comparison = Comparison(attempt, self.meter.measured)
 
     def _read_newest(self) -> tuple[Snapshot, Restored] | None:
         """Fills the state from the newest step that all tiers together hold; None when there is none."""
@@ -307,6 +337,17 @@ class Trainer:
 
         Args:  request: 0, SAVE or STOP as this rank wishes; `result.request` is what all ranks agreed on.
         """
+        if self.manager.busy:
+            self.meter.disturb()
+        with self.meter.step():
+            result = self._train_step(request)
+        self.timings["time/ckpt_stall_s"] = self.saves.take_stall_s()
+        if self.manager.busy or result.skipped or self.timings["time/ckpt_stall_s"] > 0:
+            self.meter.disturb()
+        self.meter.close_step(step_s=self.timings["time/step_s"], data_s=self.timings["time/data_wait_s"])
+        return result
+
+    def _train_step(self, request: int) -> StepResult:
         began, counters = time.perf_counter(), self.state.counters
         batch, mine = self.config.train.global_batch, self.deal.mine(self.mesh.coordinate("dp"))
         inputs = {
@@ -314,11 +355,19 @@ class Trainer:
         }
         self.batches.prefetch(counters.samples + batch, mine)
         valid = self.batches.valid_targets(counters.samples, batch)
+        self.meter.lap()
         losses = self.stepper.accumulate(inputs, valid_targets=valid, keys=self._keys(mine))
+        self.meter.lap()
         # A snapshot may have been taken beside the backward; the update must not overtake it.
         self.manager.fence()
         result = self.stepper.finish(
-            losses, valid_targets=valid, lr=self.lr, update=counters.updates + 1, request=request
+            losses,
+            valid_targets=valid,
+            lr=self.lr,
+            update=counters.updates + 1,
+            request=request,
+            facts=self.meter.facts,
+            hear=self.meter.hear,
         )
         self.loss = result.loss
         counters.step += 1
@@ -329,7 +378,6 @@ class Trainer:
         self.timings = {
             "time/step_s": time.perf_counter() - began,
             "time/data_wait_s": self.batches.take_waited_s(),
-            "time/ckpt_stall_s": self.saves.take_stall_s(),
         }
         return result
 
@@ -344,6 +392,7 @@ class Trainer:
 
         Args:  alive: called after each batch.
         """
+        self.meter.disturb()
         losses = {
             name: evaluate(self.stepper.stage, batches, mesh=self.mesh, alive=alive)
             for name, batches in self.eval_sets.items()
@@ -443,6 +492,9 @@ class Trainer:
 
         clean: the work is done; otherwise the keeper finishes what it has in hand by itself.
         """
+        comparison: Comparison | None = getattr(self, "comparison", None)
+        if comparison is not None:
+            comparison.close()
         if hasattr(self, "manager"):
             self.manager.close(clean=clean)
         if hasattr(self, "batches"):

@@ -4,10 +4,11 @@ Everything that ranks must agree on before the update travels in one small gathe
 requests (save, stop).  So no rank can take a branch that another one does not take.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import fsum
 
+import numpy as np
 import torch
 
 from sirara.mesh import Mesh
@@ -88,16 +89,27 @@ class Step:
         return [loss_sum(losses_BL) for losses_BL in losses]
 
     def finish(
-        self, losses: list[float], *, valid_targets: int, lr: float, update: int, request: int
+        self,
+        losses: list[float],
+        *,
+        valid_targets: int,
+        lr: float,
+        update: int,
+        request: int,
+        facts: Sequence[float] = (),
+        hear: Callable[[np.ndarray], None] | None = None,
     ) -> StepResult:
         """Reduces, agrees, clips, updates and publishes.
 
         Args:  update: number of this update, 1 is the first.  request: this rank's wish; the largest one is returned.
+               facts: what this rank measured of the step before; hear: called with those of all ranks, once they agree.
         """
         zero = self.stage.zero
         with torch.no_grad():
             shards = zero.reduce()
-            agreed = self.agreement.reach(shards, losses, request)
+            agreed = self.agreement.reach(shards, losses, request, facts)
+            if hear is not None:
+                hear(agreed.facts)
             loss = agreed.loss_sum / max(1, valid_targets)
             if agreed.bad is not None:
                 zero.release(shards)
