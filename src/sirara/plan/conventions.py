@@ -293,7 +293,12 @@ def _check(c: Mapping[str, Any]) -> None:
         raise Refused(f"tp {c['tp']:.0f} divides neither heads nor hidden")
     if c["experts"] > 0 and c["experts"] % c["ep"]:
         raise Refused(f"ep {c['ep']:.0f} does not divide {c['experts']:.0f} experts")
-    if c["kind"] in (Kind.FSDP, Kind.FSDP2, Kind.FSDP2_TE) and c["pp"] > 1 and c["zero"] >= 3 and c["experts"] == 0:
+    if (
+        c["kind"] in (Kind.FSDP, Kind.FSDP2, Kind.FSDP2_TE)
+        and c["pp"] > 1
+        and c["zero"] >= 3
+        and c["experts"] == 0
+    ):
         raise Refused("fully sharded parameters over pipeline stages of a dense model are not predicted")
 
 

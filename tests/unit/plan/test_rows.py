@@ -1,11 +1,13 @@
 """Rows of published runs: what they state is read, what they do not say is noted or refused with the reason."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 
 from sirara.errors import ConfigError
 from sirara.plan.hardware import DTYPES
-from sirara.plan.points import Attention, Kind, Launch, Loss, Recompute, Schedule, sizes
+from sirara.plan.points import Attention, Kind, Launch, Loss, Points, Recompute, Schedule, sizes
 from sirara.plan.rows import from_records, read
 
 BLOOM = {
@@ -64,10 +66,22 @@ def test_named_mixture_gets_what_its_published_configuration_says():
     assert rows.open_recompute[0]
 
 
-def test_recipe_of_a_later_release_is_another_one_than_that_of_an_earlier():
+def test_release_that_a_source_names_changes_nothing():
     late, early = one(DEEPSEEK).points, one(DEEPSEEK, source="Megatron-Bridge 26.04 NeMo Container").points
-    assert (late.ep_overlap[0], late.fused_experts[0]) == (1, 1)
-    assert (early.ep_overlap[0], early.fused_experts[0]) == (0, 0)
+    assert all((getattr(late, f.name) == getattr(early, f.name)).all() for f in fields(Points))
+
+
+def test_automodel_runs_fused_modules_and_no_blocks_that_predict_further_tokens():
+    row = one(
+        DEEPSEEK,
+        source="NeMo AutoModel",
+        zero_stage="FSDP2",
+        schedule_or_impl="TE + DeepEP",
+        precision="bf16",
+    )
+    p = row.points
+    assert (p.kind[0], p.zero[0], p.predict_ahead[0], p.weight_bytes[0]) == (Kind.FSDP2_TE, 3, 0, 2)
+    assert one(DEEPSEEK).points.predict_ahead[0] == 1
 
 
 def test_gpt_oss_is_gated_and_gpt_is_not():
