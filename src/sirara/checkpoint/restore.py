@@ -11,7 +11,6 @@ object store.
 
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 import xxhash
 
 from sirara.checkpoint.copies import Copy, FolderCopy, ImagesCopy, ParityCopy
+from sirara.checkpoint.handing import appeared, share_descriptions
 from sirara.checkpoint.image import Image
 from sirara.checkpoint.object import ObjectTier
 from sirara.checkpoint.reader import Snapshot
@@ -29,7 +29,7 @@ from sirara.checkpoint.share import Agree, OtherRankFailed, reason
 from sirara.checkpoint.sources import Source, TierRow, choose
 from sirara.checkpoint.step_folder import check_identity, open_manifest, read_manifest
 from sirara.checkpoint.steps import committed_steps, step_name
-from sirara.checkpoint.storage import Disk, read_file
+from sirara.checkpoint.storage import Disk
 from sirara.errors import CheckpointError, CommError, StorageError
 from sirara.pure.manifest import MANIFEST, Manifest, parse_manifest
 
@@ -38,7 +38,6 @@ _log = logging.getLogger("sirara")
 MOST_STEPS = 256
 """Committed steps that a resume looks at, newest first."""
 
-_SEEN_S = 30.0  # how long a file that rank 0 has written may take to appear on another machine
 _FAULTS = (CheckpointError, StorageError, CommError)
 
 
@@ -152,6 +151,7 @@ class Restorer:
         self.views, self.objects, self.decode, self.leads = dict(views or {}), objects, decode, leads
         self._disk = disk or Disk()
         self.table: list[TierRow] = []
+        self._images: dict[int, Image] = {}  # of the step in hand
 
     def restore(
         self, read: Callable[[Snapshot], None], *, distrust: Callable[[int, str], None]
@@ -210,7 +210,7 @@ class Restorer:
         check = self.texts(check)[0]
         if self.rank:
             try:
-                fields = json.loads(_appeared(path, check))
+                fields = json.loads(appeared(path, check))
                 sources = [Source.from_json(f) for f in fields["sources"]]
                 self.table = [TierRow(**row) for row in fields["table"]]
             except _FAULTS as error:
@@ -269,6 +269,17 @@ class Restorer:
     # ---- one step
 
     def _prepare(self, source: Source) -> None:
+        """All that must be there before a rank opens the step.  Collective, also where it raises."""
+        fault: Exception | None = None
+        try:
+            self._provide(source)
+        except _FAULTS as error:
+            fault = error
+        self._images = self._share_descriptions(source)
+        if fault is not None:
+            raise fault
+
+    def _provide(self, source: Source) -> None:
         """Rank 0 hands over the manifest where the folder has none; each node decodes its share of lost images."""
         if self.rank == 0 and not source.folder:
             self._disk.write_file(self._handed(source), self._manifest_of(source))
@@ -301,7 +312,7 @@ class Restorer:
         if source.folder and not source.images and not source.parity and not source.stored:
             return Snapshot(path, run=self.run, step=source.step)
         where = path / MANIFEST if source.folder else self._handed(source)
-        raw = read_manifest(path) if source.folder else _appeared(where)
+        raw = read_manifest(path) if source.folder else appeared(where)
         manifest = parse_manifest(raw, where=str(where))
         check_identity(manifest, str(where), run=self.run, step=source.step)
         if manifest.uuid != source.uuid:
@@ -315,7 +326,7 @@ class Restorer:
 
     def _image_copies(self, source: Source, manifest: Manifest) -> list[Copy]:
         """What nodes hold, nearest first: own memory, other nodes' memory, parity, disks of nodes."""
-        images = self._descriptions(source)
+        images = self._images
         # From the next node on, so that not all ask the same one.
         nodes = sorted(self.views, key=lambda node: (node - self.node) % (1 + max(self.views)))
         copies: list[Copy] = []
@@ -349,17 +360,23 @@ class Restorer:
             raise CheckpointError(f"the image of rank {rank} cannot be decoded: there is no parity tier")
         self.decode(node, source.step, source.uuid, rank)
 
-    def _descriptions(self, source: Source) -> dict[int, Image]:
-        """Of the images of all ranks; they are alike wherever the image lies."""
-        images: dict[int, Image] = {}
-        places = [(p.rank, p.node) for p in source.images] + list(source.absent)
-        for rank, node in sorted(places, key=lambda at: at[1] != self.node):
-            if rank not in images and node in self.views:
-                try:
-                    images[rank] = self.views[node].image(source.step, source.uuid, rank)
-                except _FAULTS as fault:
-                    _log.warning("the image of rank %d of step %d: %s", rank, source.step, reason(fault))
-        return images
+    def _share_descriptions(self, source: Source) -> dict[int, Image]:
+        """Of the images of all ranks; they are alike wherever the image lies.  Collective."""
+        holders: dict[int, list[int]] = {}
+        for rank, node in [(p.rank, p.node) for p in source.images] + list(source.absent):
+            if node in self.views:
+                holders.setdefault(rank, []).append(node)
+        if not holders:
+            return {}
+        return share_descriptions(
+            holders,
+            ask=lambda node, image: self.views[node].image(source.step, source.uuid, image),
+            rank=self.rank,
+            node=self.node,
+            texts=self.texts,
+            stem=self._handed(source).with_suffix(".images"),
+            disk=self._disk,
+        )
 
     # ---- the end
 
@@ -401,22 +418,6 @@ class Restorer:
         return self.control / f"restore-{self.attempt}-{source.uuid}.manifest"
 
     def _clean(self) -> None:
-        for path in self.control.glob("restore-*.manifest"):
+        for path in (*self.control.glob("restore-*.manifest"), *self.control.glob("restore-*.images*")):
             with suppress(StorageError):
                 self._disk.remove(path)
-
-
-def _appeared(path: Path, check: str = "") -> bytes:
-    """The bytes of a file that rank 0 has just written; a shared file system may show it a little later."""
-    until = time.monotonic() + _SEEN_S
-    while True:
-        if path.exists():
-            raw = read_file(path)
-            if not check or xxhash.xxh3_128_hexdigest(raw) == check:
-                return raw
-        if time.monotonic() > until:
-            raise StorageError(
-                f"{path} has not appeared within {_SEEN_S:g} s, though rank 0 has written it",
-                try_="run_dir must be one folder, visible to all nodes",
-            )
-        time.sleep(0.05)

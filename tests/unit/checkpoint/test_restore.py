@@ -1,6 +1,9 @@
 """The newest step that is complete over all tiers is read; what is bad or absent comes from the next place."""
 
 import shutil
+import threading
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from sirara.checkpoint.restore import Restored, Restorer
 from sirara.checkpoint.serve import LocalNode
 from sirara.checkpoint.steps import save_uuid, step_name
 from sirara.errors import CheckpointError, StorageError
-from tests.checkpoints import State, differing, even, flip_bit, load, save, small_state
+from tests.checkpoints import State, differing, even, flip_bit, in_ranks, load, save, small_state
 from tests.tiers import RUN, images_of, keep, store_of, views_of
 
 WORLD = 3
@@ -272,3 +275,62 @@ def test_a_folder_copy_and_the_images_hold_the_same_pieces(run):
                 copy.read(at[0], [memoryview(buffer)], at[1])
                 raw.append(bytes(buffer))
         assert len(raw) == 3 and len(set(raw)) == 1
+
+
+class Talk:
+    """`agree` and `texts` among threads that play ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier, self.said = threading.Barrier(size), [""] * size
+
+    def texts(self, rank: int, text: str) -> Sequence[str]:
+        self.said[rank] = text
+        self.barrier.wait(60)
+        heard = tuple(self.said)
+        self.barrier.wait(60)
+        return heard
+
+
+class CountedNode(LocalNode):
+    """Counts who asks it for which description."""
+
+    def __init__(self, view: LocalNode, asked: "Counter[tuple[str, int]]", *, lost: bool = False) -> None:
+        super().__init__(view.stores, name=view.name)
+        self.asked, self.lost = asked, lost
+
+    def image(self, step: int, uuid: str, rank: int) -> Any:
+        self.asked[self.name, rank] += 1
+        if self.lost:
+            raise CheckpointError(f"{self.name} has lost it")
+        return super().image(step, uuid, rank)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+@pytest.mark.parametrize("lost", [False, True])
+def test_each_description_is_asked_for_once_however_many_ranks_there_are(run, ranks, lost):
+    run.save(5, {0: (0, 1), 1: (1, 0), 2: (2, 1)}, disk=False)
+    asked: Counter[tuple[str, int]] = Counter()
+    talk = Talk(ranks)
+
+    def restore(rank: int) -> tuple[list[str], int]:
+        views = {n: CountedNode(v, asked, lost=lost and n == 1) for n, v in views_of(run.root, WORLD).items()}
+        loaded: list[State] = []
+        found = Restorer(
+            checkpoints=run.checkpoints,
+            control=run.control,
+            run=RUN,
+            attempt=2,
+            rank=rank,
+            node=rank % WORLD,
+            agree=lambda fault: next((t for t in talk.texts(rank, fault) if t), ""),
+            texts=lambda text: talk.texts(rank, text),
+            views=views,
+        ).restore(lambda s: loaded.append(load(s, small_state())), distrust=lambda *_: None)
+        assert found is not None
+        return differing(run.states[5], loaded[-1]), found[1].step
+
+    assert in_ranks(ranks, restore) == [([], 5)] * ranks
+    # Images 0 and 1 lie on the node that has lost its descriptions, and elsewhere.
+    assert {image for _, image in asked} == {0, 1, 2}
+    assert WORLD < asked.total() <= WORLD + 2 if lost else asked.total() == WORLD
+    assert not list(run.control.glob("*.images*")) and not list(run.control.glob("*.manifest"))
