@@ -43,7 +43,7 @@ def test_deepspeed_row_has_the_network_of_its_notes_and_the_conventions_of_its_p
     p = rows.points
     assert (p.out_bytes_per_s[0], p.per_node[0]) == (6.25e9, 8)
     assert (p.kind[0], p.attention[0], p.recompute[0]) == (Kind.DEEPSPEED, Attention.PLAIN, Recompute.FULL)
-    assert (p.zero[0], p.grad_bytes[0], p.gated[0], p.learned[0]) == (1, 2, 0, 0)
+    assert (p.zero[0], p.grad_bytes[0], p.gated[0], p.learned[0]) == (1, 2, 0, 1)
     assert rows.memory_bytes[0] == 44e9 and rows.memory_level == ("device",) and rows.fits[0] == 1
     assert one(BLOOM, precision="bf16 + fp32 grad accumulation").points.grad_bytes[0] == 6
 
