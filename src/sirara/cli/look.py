@@ -1,4 +1,4 @@
-"""`sirara status`, `metrics`, `logs`: look at runs; nothing here changes one."""
+"""`sirara status`, `metrics`, `logs`, `report`: look at runs; nothing here changes one."""
 
 import os
 import shutil
@@ -13,6 +13,8 @@ from sirara.config.run_folder import RunFolder, list_runs
 from sirara.errors import ConfigError, StorageError
 from sirara.launch.logs import log_file
 from sirara.monitor.curve import terminal_curve, write_png
+from sirara.monitor.report import report as make_report
+from sirara.monitor.report import report_lines
 from sirara.monitor.state import RunState, curves, duration, follow, live_metrics, look, step_row
 
 REFRESH_S = 0.5
@@ -48,6 +50,21 @@ def status(run_name: str, every: bool, watch: bool, as_json: bool) -> None:
         if not watch or state.state != "running":
             return
         time.sleep(REFRESH_S)
+
+
+@click.command()
+@run_argument
+@json_option(
+    "Print JSON: {run, losses, evals, wall_s, goodput, lost_steps, attempts: [{layout, steps, plan, ...}]}."
+)
+def report(run_name: str, as_json: bool) -> None:
+    """What became of RUN, attempt by attempt: steps, times, saves, and how right its plan was."""
+    found = make_report(RunFolder.find(run_name))
+    if as_json:
+        say_json(found.as_record())
+        return
+    for line in report_lines(found):
+        click.echo(line)
 
 
 @click.command()

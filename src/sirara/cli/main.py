@@ -58,6 +58,9 @@ VERBS: dict[str, dict[str, Verb]] = {
         "status": Verb("look", "status", "what runs, how far, and what happened"),
         "metrics": Verb("look", "metrics", "loss, gradient norm, rate and times of every step"),
         "logs": Verb("look", "logs", "what the ranks wrote"),
+        "report": Verb(
+            "look", "report", "what became of a run, attempt by attempt, and how right its plan was"
+        ),
     },
     "Use": {
         "ckpt": Verb("ckpt", "ckpt", "list, compare, verify, repair and thin out checkpoints"),

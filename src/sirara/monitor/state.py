@@ -13,6 +13,8 @@ from sirara.config.run_folder import RunFolder
 from sirara.config.yaml_file import read_yaml
 from sirara.errors import ConfigError
 from sirara.events import BEGINNINGS, Record, live, parse, read
+from sirara.plan.grading import RunGrade
+from sirara.plan.stored import read_expected
 
 TAIL_BYTES = 1 << 18
 SPEED_STEPS = 50  # a pace is the median of that many steps
@@ -26,6 +28,7 @@ class RunState:
     state: new | running | done | stopped | failed;  why: a few words about it.
     step, loss, tokens: of the last step that counts; checkpoint: newest committed step, None if there is
     none. eta_s: seconds to the last step at the present pace, None unless it runs.
+    plan: how right the plan of the newest attempt is; plan_note: why there is no grade, "" if there is one.
     """
 
     run: str
@@ -44,9 +47,11 @@ class RunState:
     checkpoint: int | None
     grade: str | None
     updated: float | None
+    plan: RunGrade | None
+    plan_note: str
 
     def as_record(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "plan": None if self.plan is None else self.plan.as_record()}
 
 
 def look(run: RunFolder) -> RunState:
@@ -60,6 +65,7 @@ def look(run: RunFolder) -> RunState:
     steps, pace = _steps(run), _pace(recent)
     eta_s = pace * max(0, steps - step) if state == "running" and pace and steps else None
     ends = [e for e in events if e.get("kind") == "end"]
+    plan, note = plan_of(run, attempt, events)
     grades = [str(e["grade"]) for e in (*began, *ends) if e.get("grade")]
     return RunState(
         run=run.id,
@@ -78,7 +84,23 @@ def look(run: RunFolder) -> RunState:
         checkpoint=max(run.committed_steps(), default=None),
         grade=grades[-1] if grades else None,
         updated=last.get("time"),
+        plan=plan,
+        plan_note=note,
     )
+
+
+def plan_of(run: RunFolder, attempt: int, events: Sequence[Record]) -> tuple[RunGrade | None, str]:
+    """(the newest grade of an attempt's plan, why there is none or "")."""
+    for event in reversed(events):
+        if event.get("kind") == "plan_grade" and event.get("attempt") == attempt:
+            try:
+                return RunGrade.from_record(event["plan"]), ""
+            except (KeyError, TypeError, ValueError):
+                return None, "graded by another version"
+    expected = read_expected(run.path, attempt)
+    if expected is None:
+        return None, "none is stored for this attempt" if attempt else ""
+    return None, f"none: {expected.reason}" if expected.reason else "nothing has been measured yet"
 
 
 def live_metrics(run: RunFolder) -> list[Record]:

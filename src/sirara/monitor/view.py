@@ -10,6 +10,7 @@ from rich.text import Text
 from sirara.events import Record
 from sirara.monitor.curve import sparkline, terminal_curve
 from sirara.monitor.state import RunState, age, duration
+from sirara.plan.grading import grade_lines
 
 COLOURS = {"running": "green", "done": "cyan", "stopped": "yellow", "failed": "red", "new": "white"}
 SPARK_WIDTH = 40
@@ -39,6 +40,10 @@ def status_lines(state: RunState, losses: Sequence[float]) -> list[str]:
     if state.updated is not None:
         lines.append(f"  last step   {age(state.updated)}")
     lines.append(f"  folder      {state.path}")
+    if state.plan is not None:
+        lines += [f"  {'plan' if n == 0 else '':<12}{line}" for n, line in enumerate(grade_lines(state.plan))]
+    elif state.plan_note:
+        lines.append(f"  plan        {state.plan_note}")
     return lines
 
 

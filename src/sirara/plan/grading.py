@@ -19,6 +19,8 @@ WRONG_PCT = 5.0
 """An error that is worth a word about its cause."""
 CALIBRATE_PCT = 15.0
 """An error of the step time above which figures of the shipped table are to be replaced by measured ones."""
+MOST_STAGES = 6
+"""Stages that are shown in words."""
 
 _COMPUTATION = ("matmul", "attention", "memory_bound", "launch", "recompute", "slowed")
 _PIPELINE = ("pp", "bubble")
@@ -238,12 +240,25 @@ def _advice(expected: Expected, step: Pair | None) -> tuple[str, ...]:
 def grade_lines(found: RunGrade) -> list[str]:
     """The grade for a terminal, unindented; a person reads it in half a minute."""
     lines = [_memory_line(found)]
-    lines += [line for stage in found.stages for line in _stage_lines(stage, len(found.stages))]
+    shown = _shown(found.stages)
+    lines += [line for stage in shown for line in _stage_lines(stage, len(found.stages))]
+    if len(shown) < len(found.stages):
+        lines.append(f"  and {len(found.stages) - len(shown)} stages with smaller errors")
     lines.append(_time_line(found))
-    lines += [f"  {name:<22}{_times(pair):<44}{pair.error_pct:+.1f} %" for name, pair in found.parts.items()]
+    lines += [_row(name, _times(pair), pair) for name, pair in found.parts.items()]
     lines += [f"mispredicted  {what}" for what in found.wrong]
     lines += [f"try           {what}" for what in found.advice]
     return lines
+
+
+def _shown(stages: Sequence[StageGrade]) -> list[StageGrade]:
+    """All stages, or those with the largest errors, in their order."""
+    worst = sorted(stages, key=lambda s: -abs(s.peak.error_pct) if s.peak is not None else 0.0)
+    return sorted(worst[:MOST_STAGES], key=lambda s: s.stage)
+
+
+def _row(name: str, text: str, pair: Pair) -> str:
+    return f"  {name:<25} {text:<44}{pair.error_pct:+.1f} %"
 
 
 def _memory_line(found: RunGrade) -> str:
@@ -263,7 +278,7 @@ def _stage_lines(stage: StageGrade, stages: int) -> Iterator[str]:
     }
     for name, pair in rows.items():
         if pair is not None:
-            yield f"  {label + name:<22}{_sizes(pair):<44}{pair.error_pct:+.1f} %"
+            yield _row(label + name, _sizes(pair), pair)
 
 
 def _time_line(found: RunGrade) -> str:

@@ -18,7 +18,6 @@ from sirara.errors import ConfigError, SiraraError
 from sirara.events import JsonLines
 from sirara.pure.families import parameter_count
 from sirara.pure.split import blocks_per_stage
-from sirara.train.compare import PATIENCE_S
 from sirara.train.own_loop import Trainer
 from sirara.train.saving import GIVE_UP, SAVE, STOP
 from sirara.train.step import StepResult
@@ -257,7 +256,7 @@ class _Journal:
                 "train/lr": result.lr,
                 "train/tokens_total": counters.tokens,
                 "throughput/tokens_per_s": result.target_tokens / seconds,
-                "memory/peak_bytes": trainer.meter.peak_bytes,
+                "memory/peak_bytes": trainer.peak_bytes,
                 **trainer.timings,
                 **{f"eval/{name}/loss": value for name, value in evals.items()},
                 **(self._plan_errors() if shown else {}),
@@ -277,7 +276,7 @@ class _Journal:
 
     def _plan_errors(self) -> dict[str, float]:
         """How wrong the plan is so far; the whole grade is an event now and then, should the end not be written."""
-        found = self.trainer.comparison and self.trainer.comparison.grade()
+        found = self.trainer.plan_grade()
         self.told += 1
         if found is None:
             return {}
@@ -286,7 +285,7 @@ class _Journal:
         return found.errors()
 
     def _grade_plan(self) -> None:
-        found = self.trainer.comparison and self.trainer.comparison.grade(wait_s=PATIENCE_S)
+        found = self.trainer.plan_grade(wait=True)
         if found is not None:
             self.event("plan_grade", step=self.trainer.step, plan=found.as_record())
             for line in found.wrong:

@@ -39,11 +39,12 @@ from sirara.device import open_device
 from sirara.errors import CheckpointError, ConfigError, StorageError
 from sirara.events import live, read
 from sirara.mesh import build_mesh
+from sirara.plan.grading import RunGrade
 from sirara.pure.families import TensorSpec, init_slice
 from sirara.pure.rng import DropoutKey
 from sirara.train.assemble import assemble, specs_of
 from sirara.train.batch import to_inputs
-from sirara.train.compare import Attempt, Comparison
+from sirara.train.compare import PATIENCE_S, Attempt, Comparison
 from sirara.train.evaluate import evaluate
 from sirara.train.grade import Grade, arithmetic, grade
 from sirara.train.lr import lr_at
@@ -380,6 +381,18 @@ class Trainer:
             "time/data_wait_s": self.batches.take_waited_s(),
         }
         return result
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory of this process: allocated on an accelerator, resident on the CPU."""
+        return self.meter.peak_bytes
+
+    def plan_grade(self, *, wait: bool = False) -> RunGrade | None:
+        """On rank 0: how right the plan of this attempt has been so far; None while there is none, and on other ranks.
+
+        Args:  wait: for a plan that is still being made, for a moment.
+        """
+        return self.comparison and self.comparison.grade(wait_s=PATIENCE_S if wait else 0.0)
 
     def _keys(self, mine: list[int]) -> dict[int, DropoutKey] | None:
         if not (self.config.model.dropout or self.config.model.attention_dropout):
