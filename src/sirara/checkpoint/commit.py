@@ -14,7 +14,7 @@ from pathlib import Path
 import xxhash
 
 from sirara.checkpoint.pins import pinned
-from sirara.checkpoint.readback import faulty_pieces
+from sirara.checkpoint.readback import NO_RESTS, Rests, faulty_pieces
 from sirara.checkpoint.retention import VERIFIED, delete_step, is_verified, mark_verified
 from sirara.checkpoint.step_folder import committed_manifest
 from sirara.checkpoint.steps import clear_leftovers, committed_steps, step_name, temp_name
@@ -83,10 +83,10 @@ class Committer:
         except StorageError as fault:
             _log.warning("could not remove %s: %s", temp, fault.why)
 
-    def verify(self, final: Path) -> None:
+    def verify(self, final: Path, *, rests: Rests = NO_RESTS) -> None:
         """Reads every piece of the committed step back; raises CheckpointError when the disk returns other bytes."""
         manifest = parse_manifest(read_file(final / MANIFEST), where=str(final / MANIFEST))
-        for fault in faulty_pieces(final, manifest):
+        for fault in faulty_pieces(final, manifest, rests=rests):
             raise fault.error()
         self._verified.add(manifest.uuid)
         try:

@@ -78,7 +78,8 @@ class SaveJob:
     arena: file that holds its image.  tiers: those that are due.  deadline_s: how long the committer waits for the
     other ranks.  ended: uuids of this attempt's saves that are over, whose leftovers may go.
     addresses: of all ranks' keepers.  The rest is needed by rank 0 alone: record (without the state digest, which is
-    taken from the reports), hf_files, aliases; scores: keep_best's metric by step; total: of the save so far.
+    taken from the reports), hf_files, aliases; scores: keep_best's metric by step.  patient: somebody waits for
+    this save.
     """
 
     step: int
@@ -93,6 +94,7 @@ class SaveJob:
     hf_files: dict[str, bytes] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     scores: dict[int, float] = field(default_factory=dict)
+    patient: bool = False
 
     def to_line(self) -> bytes:
         fields = {
@@ -116,6 +118,7 @@ class SaveJob:
             hf_files={name: base64.b64decode(text) for name, text in fields["hf_files"].items()},
             aliases=fields["aliases"],
             scores={int(step): value for step, value in fields["scores"].items()},
+            patient=fields["patient"],
         )
 
 

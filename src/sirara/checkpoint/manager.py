@@ -287,6 +287,7 @@ class CheckpointManager:
                 hf_files=state.hf_files if alone else {},
                 aliases=state.aliases if alone else {},
                 scores=dict(self.scores),
+                patient=patient,
             )
 
         running = self._running = _Running(step, uuid, tiers)

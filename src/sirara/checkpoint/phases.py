@@ -36,6 +36,7 @@ from sirara.checkpoint.job import (
 )
 from sirara.checkpoint.nodes import NodeTiers, is_node_tier
 from sirara.checkpoint.object import ObjectTier
+from sirara.checkpoint.readback import Rests
 from sirara.checkpoint.report import (
     Report,
     assemble,
@@ -262,10 +263,11 @@ class Keeper:
         manifest, digest = self._manifest(job, reports, extras)
         committer.commit(temp, final, manifest)
         clock.lap("commit")
-        committer.verify(final)
+        rests = Rests(hurry=lambda: job.patient or self._orphaned())
+        committer.verify(final, rests=rests)
         spare = frozenset(self._uploads.under_way) if self._uploads is not None else frozenset()
         committer.tidy(job.step, job.uuid, scores=job.scores, spare=spare)
-        clock.lap("verify")
+        clock.lap("verify", without_s=rests.rested_s)
         kept = TierResult(ok=True, bytes=self._plan.total_bytes, seconds=sum(clock.laps.values()))
         return JobEnd(step=job.step, uuid=job.uuid, digest=digest, path=str(final), tiers={"disk": kept})
 
@@ -395,10 +397,10 @@ class Clock:
         self._at = time.perf_counter()
         self.laps: dict[str, float] = {}
 
-    def lap(self, name: str) -> None:
-        """The phase that ends now began with the end of the one before."""
+    def lap(self, name: str, *, without_s: float = 0.0) -> None:
+        """The phase that ends now began with the end of the one before; of it, `without_s` are not counted."""
         now = time.perf_counter()
-        self.laps[name] = self.laps.get(name, 0.0) + now - self._at
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._at - without_s
         self._at = now
 
 

@@ -1,9 +1,15 @@
-"""Reads a committed step back: what the committer does before older steps may go. No torch: its process has none."""
+"""Reads a committed step back: what the committer does before older steps may go. No torch: its process has none.
+
+While training goes on it reads for at most half of the time (`Rests`), whatever the disk's speed: data, logs and
+other jobs find it free. A limit in bytes per second would be too high for one disk and too low for another, and the
+idle class of I/O would make each read wait for as long as anybody uses the disk.
+"""
 
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -35,7 +41,38 @@ class Fault:
         return CheckpointError(str(self), code="SR523")
 
 
-def faulty_pieces(folder: Path, m: Manifest) -> Iterator[Fault]:
+class Rests:
+    """After each read, a rest as long as the read took.
+
+    Args:  hurry: True when nobody trains, or waits for what is read: then there are no rests.
+    Attributes:  rested_s: of all rests so far.
+    """
+
+    def __init__(
+        self,
+        *,
+        hurry: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._hurry, self._clock, self._sleep = hurry, clock, sleep
+        self.rested_s = 0.0
+
+    @contextlib.contextmanager
+    def after(self) -> Iterator[None]:
+        """Rests when the block, one read, is over."""
+        began = self._clock()
+        yield
+        if not self._hurry():
+            ended = self._clock()
+            self._sleep(ended - began)
+            self.rested_s += self._clock() - ended
+
+
+NO_RESTS = Rests(hurry=lambda: True)
+
+
+def faulty_pieces(folder: Path, m: Manifest, *, rests: Rests = NO_RESTS) -> Iterator[Fault]:
     """Reads every piece, header and small file once from the disk (not from the page cache) and compares
     hashes."""
     p = m.pieces
@@ -44,7 +81,7 @@ def faulty_pieces(folder: Path, m: Manifest) -> Iterator[Fault]:
     buffer = memoryview(mmap.mmap(-1, BATCH_BYTES))
     for f, entry in enumerate(m.files):
         try:
-            file = _Reader(folder / entry.name, buffer)
+            file = _Reader(folder / entry.name, buffer, rests)
         except FileNotFoundError:
             yield Fault(file=entry.name, what="is missing")
             continue
@@ -65,8 +102,8 @@ class _Reader:
     Raises FileNotFoundError, StorageError.
     """
 
-    def __init__(self, path: Path, buffer: memoryview) -> None:
-        self._path, self._buffer = path, buffer
+    def __init__(self, path: Path, buffer: memoryview, rests: Rests) -> None:
+        self._path, self._buffer, self._rests = path, buffer, rests
         self._start = self._stop = 0
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -101,7 +138,8 @@ class _Reader:
     def _fill(self, position: int) -> None:
         self._start = self._stop = position // BLOCK * BLOCK
         try:
-            self._stop += os.preadv(self._fd, [self._buffer], self._start)
+            with self._rests.after():
+                self._stop += os.preadv(self._fd, [self._buffer], self._start)
         except OSError as fault:
             raise storage_error(fault, self._path) from fault
 
