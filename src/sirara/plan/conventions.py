@@ -40,13 +40,50 @@ _MODELS: tuple[tuple[str, dict[str, float]], ...] = (
 def columns_of(row: Mapping[str, str], assumed: list[str]) -> Columns:
     """Columns of `Points` for one row; `assumed` gets what the row does not say.  Raises: Refused."""
     c: Columns = {}
+    _stated(row)
     _where(row, c)
     framework = _framework(row)
     _model(row, c, framework, assumed)
     _layout(row, c, framework, assumed)
     _conventions(row, c, framework, assumed)
-    _check(c)
+    _check(c, assumed)
     return c
+
+
+_NEEDED = (
+    "layers",
+    "hidden",
+    "ffn",
+    "heads",
+    "vocab",
+    "seq",
+    "gpus",
+    "tp",
+    "pp",
+    "dp",
+    "micro_batch",
+    "global_batch",
+)
+_OPTIONAL = ("kv_heads", "vpp", "cp", "ep", "experts", "topk")
+_KNOWN = {
+    "recompute": r".*selective.*|full.*|true|false|1|0|yes|no|none",
+    "zero_stage": r"(zero[ -]?)?[0-3](\b.*)?|.*fsdp[12]?|none",
+    "precision": r".*(fp4|fp8|fp16|bf16).*",
+    "schedule_or_impl": r"(?!.*(dualpipe|chimera|pipedream|hanayo|terapipe|v-half|v-min)).*",
+}
+"""What columns of words may say, where another word would be another program than the one that is predicted."""
+
+
+def _stated(row: Mapping[str, str]) -> None:
+    """Refuses counts that are none, and words that nothing here stands for."""
+    for key in (*_NEEDED, *_OPTIONAL):
+        text = row.get(key)
+        if text and not (1 if key in _NEEDED else 0) <= number(text) < float("inf"):
+            raise Refused(f"{key} is {text!r}")
+    for key, known in _KNOWN.items():
+        text = (row.get(key) or "").strip().lower()
+        if text and not re.fullmatch(known, text, re.DOTALL):
+            raise Refused(f"{key} {row.get(key)!r} is not predicted")
 
 
 def _where(row: Mapping[str, str], c: Columns) -> None:
@@ -152,8 +189,7 @@ def _is_tied(row: Mapping[str, str], c: Mapping[str, Any]) -> bool:
 
 def _layout(row: Mapping[str, str], c: Columns, framework: str, assumed: list[str]) -> None:
     for key in ("tp", "pp", "vpp", "cp", "ep"):
-        value = number(row.get(key))
-        c[key] = 1.0 if np.isnan(value) else value
+        c[key] = max(1.0, np.nan_to_num(number(row.get(key))))
     if (
         np.isnan(number(row.get("vpp")))
         and "interleaved" in (row.get("schedule_or_impl") or "")
@@ -181,13 +217,13 @@ def _layout(row: Mapping[str, str], c: Columns, framework: str, assumed: list[st
         c["micro_batch"] = float(min(most, 8))
         assumed.append("micro_batch: the fastest that fits")
     stage = (row.get("zero_stage") or "").lower()
-    digit = re.match(r"\d", stage)
-    c["zero"] = float(digit.group()) if digit else 3.0 if "fsdp" in stage else 0.0
+    digit = re.match(r"(?:zero[ -]?)?(\d)", stage)
+    c["zero"] = float(digit.group(1)) if digit else 3.0 if "fsdp" in stage else 0.0
     c["offload_optimizer"] = float("cpu offload" in stage)
     if framework in ("te-plain", "megatron", "nemo", "bridge") and not digit and "fsdp" not in stage:
         c["zero"] = 1.0
     if framework == "nanotron" or framework == "zb":
-        c["zero"] = float(digit.group()) if digit else 0.0
+        c["zero"] = float(digit.group(1)) if digit else 0.0
     even = c["layers"] % (c["pp"] * c["vpp"]) == 0
     notes = row.get("notes") or ""
     c["split_counts_ends"] = float(
@@ -270,7 +306,7 @@ def _recompute(row: Mapping[str, str], framework: str) -> int:
     text = (row.get("recompute") or "").lower()
     if "selective" in text:
         return int(Recompute.OPS if framework == "titan" else Recompute.CORE)
-    if text in ("full", "true", "1", "yes"):
+    if text.startswith("full") or text in ("true", "1", "yes"):
         return int(Recompute.FULL)
     if not text and framework in ("old", "offload"):
         return int(Recompute.FULL)
@@ -281,24 +317,37 @@ def _schedule(row: Mapping[str, str], c: Mapping[str, Any]) -> int:
     text = (row.get("schedule_or_impl") or "").lower()
     for word, kind in (
         ("zb-2p", Schedule.ZB_H2), ("zb-h2", Schedule.ZB_H2), ("zb-1p", Schedule.ZB_H1), ("zb-h1", Schedule.ZB_H1),
-        ("zb-v", Schedule.ZB_V), ("gpipe", Schedule.GPIPE), ("1f1b-i", Schedule.INTERLEAVED),
+        ("zb-v", Schedule.ZB_V), ("gpipe", Schedule.GPIPE), ("afab", Schedule.GPIPE),
+        ("1f1b-i", Schedule.INTERLEAVED),
     ):  # fmt: skip
         if word in text:
             return int(kind)
     return int(Schedule.INTERLEAVED if c["vpp"] > 1 else Schedule.ONE_F_ONE_B)
 
 
-def _check(c: Mapping[str, Any]) -> None:
+def _check(c: Mapping[str, Any], assumed: list[str]) -> None:
     if c["heads"] % c["tp"] and c["hidden"] % c["tp"]:
         raise Refused(f"tp {c['tp']:.0f} divides neither heads nor hidden")
+    if c["kv_heads"] and c["heads"] % c["kv_heads"]:
+        raise Refused(f"kv_heads {c['kv_heads']:.0f} do not divide heads {c['heads']:.0f}")
     if c["experts"] > 0 and c["experts"] % c["ep"]:
         raise Refused(f"ep {c['ep']:.0f} does not divide {c['experts']:.0f} experts")
-    if (
-        c["kind"] in (Kind.FSDP, Kind.FSDP2, Kind.FSDP2_TE)
-        and c["pp"] > 1
-        and c["zero"] >= 3
-        and c["experts"] == 0
-    ):
+    if c["experts"] > 0 and np.isnan(c["topk"]):
+        raise Refused("topk is not stated")
+    if c["experts"] > 0 and not 1 <= c["topk"] <= c["experts"]:
+        raise Refused(f"a token goes to {c['topk']:.0f} of {c['experts']:.0f} experts")
+    # Embedding and head may have chunks of their own.
+    if c["pp"] * c["vpp"] > c["layers"] + 2:
+        raise Refused(f"pp {c['pp']:.0f} * vpp {c['vpp']:.0f} is more than {c['layers']:.0f} layers have")
+    rounds = c["global_batch"] / (c["micro_batch"] * c["dp"])
+    if rounds < 1:
+        raise Refused(
+            f"global_batch {c['global_batch']:.0f} is less than a microbatch on each of dp {c['dp']:.0f}"
+        )
+    if abs(rounds - round(rounds)) > 1e-6:
+        assumed.append(f"{int(rounds) + 1} microbatches, the last not full on every rank")
+    full = c["kind"] in (Kind.FSDP, Kind.FSDP2, Kind.FSDP2_TE) and c["zero"] >= 3
+    if full and c["pp"] > 1 and c["experts"] == 0:
         raise Refused("fully sharded parameters over pipeline stages of a dense model are not predicted")
 
 
