@@ -24,12 +24,15 @@ def test_the_layout_that_was_chosen_is_the_runs_configuration(run):
 
 def test_the_decision_is_in_the_run_folder(run):
     folder, _ = run
-    kept = json.loads((folder.path / "plan.json").read_text())
+    (entry,) = json.loads((folder.path / "plan.json").read_text())["attempts"]
+    kept = entry["search"]
     mesh = yaml.safe_load(folder.config.read_text())["mesh"]
     assert kept["asked"] == "mesh: auto" and kept["machine"]["devices"] == 2
     assert kept["best_now"]["plan"]["layout"]["dp"] == mesh["dp"]
     assert kept["best_now"]["plan"]["runs_now"] and kept["best_now"]["plan"]["fits"]
     assert kept["legal"] >= kept["fitting"] >= 1
+    # What is graded is the plan of the layout that was chosen.
+    assert entry["attempt"] == 1 and entry["plan"]["layout"]["dp"] == mesh["dp"]
 
 
 def test_what_bits_hang_on_is_not_chosen(run, project):
