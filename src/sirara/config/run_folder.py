@@ -4,6 +4,7 @@
       run.json        identity, and what later attempts keep (threads); written last, so it makes the run
       config.yaml     the resolved configuration of the newest attempt
       env.json        versions, host, command line
+      plan.json       what was predicted for each attempt
       events.jsonl  metrics.jsonl  logs/attempt-NNNN/  checkpoints/  exports/  crash/
       control/        save, stop: requests by touch;  deadline: epoch seconds;  bandwidth.json: of the tiers;  lock;
                       attempts/NNNN.jsonl: an attempt and its processes
