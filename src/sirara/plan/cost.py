@@ -124,10 +124,22 @@ def _paced(p: Points, r: Rates, k: Constants, b: Block, *, mixture: bool) -> _Pa
     )  # fmt: skip
 
 
+def again_s(p: Points, hardware: Table, constants: Constants) -> Floats:
+    """Seconds [n, piece] in which a block makes each piece of `PIECES` again, one microbatch."""
+    r = rates(p, hardware, constants)
+    plain, mixed = dense_block(p, r, constants), mixture_block(p, r, constants)
+    block = plain if mixed is None else mixed
+    return _each_again(p, block, _paced(p, r, constants, block, mixture=mixed is not None))
+
+
 def _pieces_again(p: Points, b: Block, paced: _Paced, blocks: Floats) -> Floats:
     """Seconds [n, 3] that a stage's blocks spend on pieces that they make again, one microbatch."""
     if not p.again.any():
         return np.zeros(blocks.shape)
+    return blocks * (p.again * _each_again(p, b, paced)[:, None, :]).sum(axis=2)
+
+
+def _each_again(p: Points, b: Block, paced: _Paced) -> Floats:
     # A whole forward has its traffic; a norm's output is gathered over tp anyway, that of a repeated product once more.
     traffic = (paced.tp + paced.ep) / (2 + ((p.recompute & _FULL) > 0) * p.recompute_share)
     gathered = p.sequence_parallel * paced.tp / 4
@@ -140,8 +152,7 @@ def _pieces_again(p: Points, b: Block, paced: _Paced, blocks: Floats) -> Floats:
         "attention": b.attention[0] + light,
         "block": paced.forward + traffic,
     }
-    each = np.stack([np.broadcast_to(seconds[piece], (len(p),)) for piece in PIECES], axis=1)
-    return blocks * (p.again * each[:, None, :]).sum(axis=2)
+    return np.stack([np.broadcast_to(seconds[piece], (len(p),)) for piece in PIECES], axis=1)
 
 
 def _first_products(p: Points) -> Floats:

@@ -20,12 +20,15 @@ from sirara.config.schema import RunConfig
 from sirara.plan.from_config import OFFLOAD_CODES, SCHEDULE_CODES, SELECTIVE, Columns
 from sirara.plan.hardware import Accelerator
 from sirara.plan.points import Recompute
+from sirara.pure.recompute import Setting
 from sirara.pure.schedule import SPLIT_BACKWARD, chunks_of
 from sirara.pure.shape import ModelShape
 
 Bools = NDArray[np.bool_]
 SHARES = 8
-"""Of a stage's blocks that are computed again: this many steps."""
+"""Of a stage's blocks that are computed again, where blocks are compiled: this many steps."""
+NEEDED = 1 << 16
+"""A code beside those of `Recompute`: as little as makes each stage fit, module by module (needed.py)."""
 
 
 class Reason(IntEnum):
@@ -48,6 +51,8 @@ class Reason(IntEnum):
     COMPILE_SPLIT = 14
     COMPILE_SELECTIVE = 15
     SHARE = 16
+    NOTHING_NEEDED = 17
+    """Found by the search."""
     MEMORY = 20
     """Legal, but does not fit; found by the search."""
 
@@ -56,7 +61,7 @@ WHY = {
     Reason.TP_HEADS: "tp does not divide the attention heads",
     Reason.TP_FFN: "tp does not divide the width of the MLP",
     Reason.TP_KV_HEADS: "tp neither divides the key and value heads nor is a multiple of them",
-    Reason.TP_DOMAIN: "a tensor-parallel group would leave the scale-up domain",
+    Reason.TP_DOMAIN: "tensor- and context-parallel ranks would leave the scale-up domain",
     Reason.PP_UNITS: "more stages than units of the model",
     Reason.MICRO_BATCH: "micro_batch does not divide global_batch",
     Reason.IDLE_RANKS: "fewer microbatches than data-parallel ranks",
@@ -69,6 +74,7 @@ WHY = {
     Reason.COMPILE_SPLIT: "a compiled block has one backward, the schedule splits it",
     Reason.COMPILE_SELECTIVE: "in a compiled block the compiler decides what is kept",
     Reason.SHARE: "a stage has too few blocks to compute a share of them again",
+    Reason.NOTHING_NEEDED: "recompute as needed is none where it fits without",
     Reason.MEMORY: "does not fit",
 }
 
@@ -77,7 +83,7 @@ WHY = {
 class Space:
     """What is tried for every knob.  schedules: (name, virtual stages).  recompute: (code, share of the blocks).
 
-    offload: (optimizer, activations).
+    offload: (optimizer, activations).  recipe: the only recompute that is tried, where it is no code.
     """
 
     gpus: int
@@ -92,6 +98,7 @@ class Space:
     sequence_parallel: tuple[int, ...] = (0, 1)
     offload: tuple[tuple[str, str], ...] = (("none", "none"),)
     precision: tuple[str, ...] = ("bf16",)
+    recipe: Setting | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +147,9 @@ def whole_space(config: RunConfig, shape: ModelShape, accelerator: Accelerator, 
         micro_batch=tuple(m for m in (1, 2, 4, 8, 16) if m <= t.global_batch),
         recompute=(
             (0, 1.0),
-            (SELECTIVE, 1.0),
-            *((full, n / SHARES) for n in range(1, SHARES + 1)),
+            *(((SELECTIVE, 1.0), (NEEDED, 1.0)) if not t.compile else ()),
+            *(((full, n / SHARES) for n in range(1, SHARES)) if t.compile else ()),
+            (full, 1.0),
         ),
         offload=(("none", "none"), ("host", "none"), ("none", "host")),
         precision=tuple(precisions),
@@ -157,13 +165,14 @@ def runnable_space(config: RunConfig, shape: ModelShape, accelerator: Accelerato
     full = int(Recompute.FULL)
     asked = config.train.recompute
     codes = {"none": (0, 1.0), "selective": (SELECTIVE, 1.0), "full": (full, 1.0)}
-    recompute = codes[asked] if isinstance(asked, str) else (full, 0.5)
+    code = codes.get(asked) if isinstance(asked, str) else None
     return replace(
         space,
         cp=(1,),
         ep=(1,),
         micro_batch=(config.train.micro_batch,),
-        recompute=(recompute,),
+        recompute=(code or (0, 1.0),),
+        recipe=None if code else asked,
         offload=(("none", "none"),),
         precision=(config.train.precision,),
     )
@@ -275,14 +284,22 @@ def overrides_of(
     return [
         f"mesh={{{', '.join(words)}}}",
         f"train.micro_batch={space.micro_batch[at['micro_batch']]}",
-        f"train.recompute={_recompute(code, share, layers // (outer.pp * chunks))}",
+        f"train.recompute={spelt(space.recipe or _recompute(code, share, layers // (outer.pp * chunks)))}",
         f"train.precision={space.precision[at['precision']]}",
         f"offload.optimizer={optimizer}",
         f"offload.activations={activations}",
     ]
 
 
+def spelt(setting: Setting) -> str:
+    """`train.recompute` as a command line gives it."""
+    return str(setting) if isinstance(setting, str | int) else f"[{', '.join(map(str, setting))}]"
+
+
 def _recompute(code: int, share: float, blocks: int) -> str | int:
+    if code == NEEDED:
+        # What each stage needs is counted later.
+        return "none"
     if code & int(Recompute.FULL):
         return "full" if share == 1 else max(1, int(share * blocks))
     return "none" if not code else "selective"
@@ -303,7 +320,9 @@ def words_of(space: Space, outer: Outer, inside: Inner, i: int) -> dict[str, str
         "zero": str(space.zero[at["zero"]]),
         "schedule": name + (f" x {chunks}" if chunks > 1 else ""),
         "micro_batch": str(space.micro_batch[at["micro_batch"]]),
-        "recompute": recompute_word(*space.recompute[at["recompute"]]),
+        "recompute": recompute_word(*space.recompute[at["recompute"]])
+        if space.recipe is None
+        else spelt(space.recipe),
         "sequence_parallel": "yes" if space.sequence_parallel[at["sequence_parallel"]] else "no",
         "offload": " + ".join(away) or "none",
         "precision": space.precision[at["precision"]],
@@ -312,6 +331,8 @@ def words_of(space: Space, outer: Outer, inside: Inner, i: int) -> dict[str, str
 
 def recompute_word(code: int, share: float) -> str:
     """A recompute setting in words."""
+    if code == NEEDED:
+        return "as needed"
     if code & int(Recompute.FULL):
         return "full" if share == 1 else f"full, {share:.1%} of blocks"
     return {0: "none", SELECTIVE: "selective"}.get(code, str(code))

@@ -68,7 +68,7 @@ def memory(p: Points, hardware: Table, constants: Constants) -> Memory:
     gathered, grad_peak = _gathered(p, s, z)
     per_block = activations(p)
     kept = _kept(p, per_block)
-    alive = _in_flight(p, s)
+    alive = in_flight(p, s)
     gone = p.again.any()
     each = kept[:, None] - (p.again * let_go(p, per_block)[:, None, :]).sum(axis=2) if gone else kept[:, None]
     acts = alive * (each * s.blocks + _mixture_extra(p)[:, None] * s.mixtures)
@@ -275,7 +275,7 @@ def _embedding_kept(p: Points) -> Floats:
     return p.dropout * p.tokens * p.hidden / np.where(p.sequence_parallel > 0, p.tp, 1.0)
 
 
-def _in_flight(p: Points, s: Stages) -> Floats:
+def in_flight(p: Points, s: Stages) -> Floats:
     """Microbatches [n, 3] that a stage holds, in units of its whole depth."""
     pp, v, m, i = p.pp[:, None], p.vpp[:, None], p.microbatches[:, None], s.index
     kind = p.schedule[:, None]

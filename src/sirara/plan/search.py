@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sirara.config.schema import ON_PAPER, RunConfig
-from sirara.config.units import parse_size_bytes
-from sirara.config.yaml_file import parse_yaml
+from sirara.config.schema import RunConfig
 from sirara.errors import PlanError, SiraraError
+from sirara.plan.exact import counted
 from sirara.plan.from_config import Columns, as_points, model_columns
 from sirara.plan.layouts import (
+    NEEDED,
     WHY,
     Inner,
     Outer,
@@ -38,9 +38,11 @@ from sirara.plan.layouts import (
     words_of,
 )
 from sirara.plan.memory import Memory, memory
+from sirara.plan.needed import shares
 from sirara.plan.offload import slowest
-from sirara.plan.points import Points
-from sirara.plan.verdict import GIB, Plan, Setting, plan
+from sirara.plan.points import PIECES, Points, pieces_of
+from sirara.plan.verdict import GIB, Plan, Setting
+from sirara.pure.recompute import parse
 from sirara.pure.shape import ModelShape
 
 Floats = NDArray[np.float64]
@@ -111,6 +113,8 @@ class _Table:
     step: NDArray[np.float32]
     one: NDArray[np.bool_]
     """Fits with blocks of one microbatch alone."""
+    recipes: dict[int, str]
+    """Flat index -> the recompute that its stages need, of those that were counted exactly."""
 
 
 def search(
@@ -129,16 +133,11 @@ def search(
     seconds = time.perf_counter() - began
     if not np.isfinite(table.step).any():
         raise _nothing(table, setting)
-    order = _ranked(table, objective)
-    best, at = _first(config, shape, setting, table, order, now=False)
+    best, at = _first(config, shape, setting, table, objective, now=False)
     if best is None:
         raise _nothing(table, setting)
-    # What comes before it in the ranking was counted, or is as near to the limit as what was, and does not fit.
-    before = order[: int(np.flatnonzero(order == at)[0])]
-    table.step.flat[before] = np.nan
-    table.reason.flat[before] = Reason.MEMORY
-    order = order[len(before) :]
-    now, now_at = _first(config, shape, setting, table, order, now=True)
+    now, now_at = _first(config, shape, setting, table, objective, now=True)
+    order = _ranked(table, objective)
     return Found(
         best=best,
         best_words=_words(table, at),
@@ -146,7 +145,7 @@ def search(
         best_now=now,
         now_words=_words(table, now_at) if now else {},
         now_overrides=_overrides(table, now_at, shape) if now else (),
-        alternatives=_alternatives(table, order, at, shape),
+        alternatives=_alternatives(config, shape, setting, table, order, at),
         sensitivity=tuple(_sensitivity(table, at)),
         reasons=_reasons(table),
         layouts=table.reason.size,
@@ -173,6 +172,7 @@ def _evaluated(config: RunConfig, shape: ModelShape, setting: Setting, space: Sp
         device=np.full(size, np.inf, dtype=np.float32),
         step=np.full(size, np.nan, dtype=np.float32),
         one=np.zeros(size, dtype=bool),
+        recipes={},
     )
     for o, outer in enumerate(out):
         columns = {**inside.columns, **_degrees(outer)}
@@ -208,17 +208,38 @@ def _evaluate(
     blocks = np.maximum(1, layers // (pp * columns["vpp"]))
     share = columns["recompute_share"]
     columns["recompute_share"] = np.where(share < 1, np.floor(share * blocks) / blocks, share)
+    needs = columns["recompute"] == NEEDED
+    columns["recompute"] = np.where(needs, 0, columns["recompute"])
+    columns["again"] = np.zeros((len(r), 3, len(PIECES)))
+    if table.space.recipe is not None:
+        columns["again"] += _roughly(table.space)
     points = as_points(columns, setting.cluster)
     used = memory(points, setting.table, setting.constants)
     device = used.device
     # Fewer microbatches added locally: more exchanges, fewer buffers.
-    tight = (device > capacity) & (points.block > 0) & bool(columns["exact"])
+    able = (points.block > 0) & bool(columns["exact"])
+    tight = (device > capacity) & able & ~needs
     if tight.any():
         tight = _smaller_blocks(setting, columns, points, used, tight)
-        table.one[r, e] = tight
+    short = needs & (device > capacity)
+    if short.any():
+        points = _as_needed(setting, columns, points, device, short)
+        small = short & (device > capacity) & able
+        if small.any():
+            some = as_points(
+                {**_picked(columns, small), "block": np.zeros(int(small.sum()), int)}, setting.cluster
+            )
+            fewer = {"again": columns["again"][small], "device": device[small]}
+            _as_needed(setting, fewer, some, fewer["device"], np.ones(len(some), dtype=bool))
+            columns["again"][small], device[small] = fewer["again"], fewer["device"]
+            tight = tight | (small & (device <= capacity))
+    table.one[r, e] = tight
     table.device[r, e] = device
     fits = device <= capacity
-    table.reason[r[~fits], e[~fits]] = Reason.MEMORY
+    for_nothing = needs & ~short
+    fits = fits & ~for_nothing
+    table.reason[r[for_nothing], e[for_nothing]] = Reason.NOTHING_NEEDED
+    table.reason[r[~fits & ~for_nothing], e[~fits & ~for_nothing]] = Reason.MEMORY
     for block, which in ((None, fits & ~tight), (0, fits & tight)):
         if which.any():
             some = _picked(columns, which)
@@ -227,6 +248,25 @@ def _evaluate(
             )  # fmt: skip
             step = slowest(chosen, setting.table, setting.constants).step_s
             table.step[r[which], e[which]] = step
+
+
+def _as_needed(
+    setting: Setting, columns: Columns, points: Points, device: Floats, short: NDArray[np.bool_]
+) -> Points:
+    """The points with the recompute that those that are `short` of memory need; columns and `device` too."""
+    lacking = points.take(short)
+    columns["again"][short] = shares(lacking, setting.table, setting.constants, setting.capacity_bytes)
+    helped = lacking.with_(again=columns["again"][short])
+    device[short] = memory(helped, setting.table, setting.constants).device
+    return points.with_(again=columns["again"])
+
+
+def _roughly(space: Space) -> Floats:
+    """[piece] of the recipe that a configuration asks for, as if its first part were of all blocks."""
+    recipe = space.recipe
+    if not isinstance(recipe, str | int):
+        recipe = recipe[0] if recipe else "none"
+    return pieces_of(parse(recipe)[0][0])
 
 
 def _smaller_blocks(
@@ -265,44 +305,58 @@ def _ranked(table: _Table, objective: str) -> NDArray[np.int64]:
 
 
 def _first(
-    config: RunConfig, shape: ModelShape, setting: Setting, table: _Table, order: NDArray[np.int64], *, now: bool,
+    config: RunConfig, shape: ModelShape, setting: Setting, table: _Table, objective: str, *, now: bool,
 ) -> tuple[Plan | None, int]:  # fmt: skip
-    """The first of the ranking that fits when its memory is counted by the executor's rules too."""
-    tried, off = 0, 1.0
-    for at in order:
-        # Where the closed form was too low once, layouts as near to the limit are not tried.
-        if float(table.device.flat[at]) * off > setting.capacity_bytes or (now and not _runs(table, int(at))):
+    """The best that fits when its memory is counted by the executor's rules too; the table learns what was counted."""
+    tried, off, best, best_at = 0, 1.0, None, -1
+    for at in map(int, _ranked(table, objective)):
+        if now and not _runs(table, at):
             continue
-        tried += 1
+        if best is not None and table.step.flat[at] >= best.step_s:
+            break
+        # Where the closed form was too low once, layouts as near to the limit are not tried; recompute as needed comes
+        # as near as it may.
+        needed = _needed(table, at)
+        near = not needed and float(table.device.flat[at]) * off > setting.capacity_bytes
+        tried += not near
         if tried > TRIED:
             break
-        try:
-            there = configured(config, _overrides(table, int(at), shape))
-            found = plan(there, shape, setting, dp=table.outers[int(at) // len(table.inside)].dp)
-        except SiraraError:
-            # A split or a share that the closed rules let pass.
-            continue
-        if found.fits and (not now or not found.not_run):
-            return found, int(at)
-        if not found.fits:
+        found = None if near else _counted(config, shape, setting, table, at)
+        if found is None or not found.fits:
+            _too_large(table, at)
+        if found is not None and not found.fits and not needed:
             off = max(off, found.device_bytes / float(table.device.flat[at]))
-    return None, -1
+        if found is None or not found.fits or (now and found.not_run):
+            continue
+        if best is None or found.step_s < best.step_s:
+            best, best_at = found, at
+        if not needed or objective == "memory":
+            break
+    return best, best_at
 
 
-def configured(config: RunConfig, overrides: tuple[str, ...]) -> RunConfig:
-    """The configuration with some keys set, checked."""
-    tree: dict[str, Any] = config.model_dump(by_alias=True, mode="json")
-    for word in overrides:
-        key, _, text = word.partition("=")
-        here, names = tree, key.split(".")
-        for name in names[:-1]:
-            here = here[name]
-        here[names[-1]] = parse_yaml(text, word)[0]
-    tree["launch"] = {**tree["launch"], "nproc": "auto", "nodes": 1}
-    tree["model"] = {k: v for k, v in tree["model"].items() if v is not None}
-    if isinstance(tree["offload"].get("host_budget"), str):
-        tree["offload"]["host_budget"] = parse_size_bytes(tree["offload"]["host_budget"])
-    return RunConfig.model_validate(tree, context=ON_PAPER)
+def _too_large(table: _Table, at: int) -> None:
+    table.step.flat[at] = np.nan
+    table.reason.flat[at] = Reason.MEMORY
+
+
+def _counted(config: RunConfig, shape: ModelShape, setting: Setting, table: _Table, at: int) -> Plan | None:
+    """The plan of a layout of the table, the recompute that it needs noted; None where the executor refuses it."""
+    dp, needed = table.outers[at // len(table.inside)].dp, _needed(table, at)
+    try:
+        found, words = counted(config, shape, setting, _overrides(table, at, shape), dp=dp, needed=needed)
+    except SiraraError:
+        # A split or a share that the closed rules let pass.
+        return None
+    if needed and found.fits:
+        table.recipes[at] = next(w for w in words if w.startswith("train.recompute="))
+        table.step.flat[at], table.device.flat[at] = found.step_s, found.device_bytes
+    return found
+
+
+def _needed(table: _Table, at: int) -> bool:
+    inside = table.inside
+    return table.space.recompute[inside.at["recompute"][at % len(inside)]][0] == NEEDED
 
 
 def _runs(table: _Table, at: int) -> bool:
@@ -316,27 +370,39 @@ def _runs(table: _Table, at: int) -> bool:
 def _words(table: _Table, at: int) -> dict[str, str]:
     o, i = divmod(at, len(table.inside))
     words = words_of(table.space, table.outers[o], table.inside, i)
+    if at in table.recipes:
+        words["recompute"] = _short(table.recipes[at].partition("=")[2])
     return {**words, "block": "1" if table.one[o, i] else "auto"}
+
+
+def _short(recipe: str) -> str:
+    """Long lists by their ends."""
+    stages = recipe.strip("[]").split(", ")
+    return recipe if len(stages) <= 4 else f"[{stages[0]}, {stages[1]}, ..., {stages[-1]}]"
 
 
 def _overrides(table: _Table, at: int, shape: ModelShape) -> tuple[str, ...]:
     o, i = divmod(at, len(table.inside))
     block = 1 if table.one[o, i] else None
-    return tuple(
-        overrides_of(table.space, table.outers[o], table.inside, i, layers=shape.layers, block=block)
-    )
+    words = overrides_of(table.space, table.outers[o], table.inside, i, layers=shape.layers, block=block)
+    found = table.recipes.get(at)
+    return tuple(found if found and w.startswith("train.recompute=") else w for w in words)
 
 
 def _alternatives(
-    table: _Table, order: NDArray[np.int64], best: int, shape: ModelShape
+    config: RunConfig, shape: ModelShape, setting: Setting, table: _Table, order: NDArray[np.int64], best: int
 ) -> tuple[Candidate, ...]:
     """The next best, each of other degrees, ZeRO stage or schedule than those before it."""
-    seen, found = {_family(table, best)}, []
+    seen, found = {_family(table, best), _twins(table, best)}, list[Candidate]()
     for at in order[:20_000]:
-        family = _family(table, int(at))
-        if family in seen:
+        both = _family(table, int(at)), _twins(table, int(at))
+        if not seen.isdisjoint(both):
             continue
-        seen.add(family)
+        if _needed(table, int(at)) and int(at) not in table.recipes:
+            there = _counted(config, shape, setting, table, int(at))
+            if there is None or not there.fits:
+                continue
+        seen.update(both)
         found.append(
             Candidate(
                 words=_words(table, int(at)),
@@ -348,7 +414,15 @@ def _alternatives(
         )
         if len(found) == ALTERNATIVES:
             break
-    return tuple(found)
+    return tuple(sorted(found, key=lambda a: a.step_s))
+
+
+def _twins(table: _Table, at: int) -> tuple[Any, ...]:
+    """The same but for cp, which takes the same time and memory, is no other layout to a person who chooses."""
+    o, i = divmod(at, len(table.inside))
+    x = table.outers[o]
+    cost = round(float(np.log(table.step.flat[at])) * 1000), round(float(table.device.flat[at]) / 2**27)
+    return x.pp, x.tp, x.ep, int(table.inside.at["zero"][i]), int(table.inside.at["schedule"][i]), cost
 
 
 def _family(table: _Table, at: int) -> tuple[Any, ...]:

@@ -171,12 +171,16 @@ def plan(
     setting: Setting,
     *,
     dp: int,
+    lower: bool = True,
 ) -> Plan:
-    """The plan of a configuration as it stands, `mesh.block: auto` chosen so that it fits, if it can."""
+    """The plan of a configuration as it stands, `mesh.block: auto` chosen so that it fits, if it can.
+
+    Args:  lower: whether auto may be chosen lower than the executor would.
+    """
     columns = {**model_columns(config, shape), **layout_columns(config, shape, dp=dp)}
     found = _judged(config, shape, setting, columns)
     depths = range(int(found.point.block[0]) - 1, -1, -1)
-    if config.mesh.block == "auto" and not found.fits:
+    if lower and config.mesh.block == "auto" and not found.fits:
         for k in depths:
             other = _judged(config, shape, setting, {**columns, "block": k})
             if other.device_bytes < found.device_bytes:
@@ -380,7 +384,7 @@ def refusal(plan: Plan, changes: Sequence[Change]) -> PlanError:
         "optimizer state and masters": stage.optimizer + stage.masters,
         "loss or one block's work": max(stage.loss, stage.transient),
         "gathered weights": stage.window,
-        "allocator, context and libraries": plan.device_bytes - plan.allocated_bytes,
+        "allocator, context and libraries": plan.device_bytes - plan.allocated_bytes + stage.libraries,
     }
     first, *others = sorted(terms.items(), key=lambda kv: -kv[1])
     listed = " + ".join(f"{name} {size / GIB:.1f}" for name, size in (first, *others) if size >= 0.05 * GIB)

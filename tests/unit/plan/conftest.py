@@ -2,7 +2,7 @@
 
 import pytest
 
-from sirara.plan.search import configured
+from sirara.plan.exact import configured
 from sirara.plan.verdict import Plan, plan
 from sirara.pure.families import PRESETS
 from tests.unit.plan.test_search import config, setting

@@ -8,6 +8,7 @@ import pytest
 from sirara.config.check import check_layout
 from sirara.config.schema import RunConfig
 from sirara.errors import ConfigError
+from sirara.plan.exact import configured
 from sirara.plan.from_config import SELECTIVE, block_depth, model_columns
 from sirara.plan.hardware import find
 from sirara.plan.layouts import (
@@ -22,7 +23,6 @@ from sirara.plan.layouts import (
     whole_space,
 )
 from sirara.plan.points import Recompute
-from sirara.plan.search import configured
 from sirara.pure.shape import ModelShape
 from sirara.pure.tree import deal
 
