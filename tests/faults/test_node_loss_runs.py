@@ -62,10 +62,12 @@ def peace(project) -> dict:
 class Nodes:
     """A run on nodes 0 .. n-1 of one machine, with tiers as in TIERS, and the disk every 20 steps."""
 
+    ranks, most = 1, NODES  # per node; nodes at the start
+
     def __init__(self, project: Project, kind: str) -> None:
         self.project, self.kind = project, kind
-        self.root = project.folder / f"nodes-{kind}"
-        self._left = project.folder / f"left-{kind}"
+        name = f"{kind}-{self.ranks}"
+        self.root, self._left = project.folder / f"nodes-{name}", project.folder / f"left-{name}"
         tiers = TIERS[kind].replace("every:", f"path: '{self.root}/node-{{node}}', every:")
         self.words = (
             f"checkpoint.tiers=[{tiers}, {{tier: disk, every: 20}}]",
@@ -98,7 +100,7 @@ class Nodes:
         """Trains until a save into memory at `step` or later is committed, newer than the one on the disk; then node
         `victim` is killed with its keeper.  How the processes ended, in rank order."""
         known = len(self.project.runs())
-        processes = self.start("run", "toy.yaml", f"name=on-{self.kind}", *self.words, nodes=NODES)
+        processes = self.start("run", "toy.yaml", f"name=on-{self.kind}", *self.words, nodes=self.most)
 
         def newest() -> int:
             assert all(p.poll() is None for p in processes), [p.communicate() for p in processes]
@@ -108,10 +110,9 @@ class Nodes:
 
         until(lambda: newest() >= step, timeout_s=LONG_S)
         self.run = self.project.runs()[-1]
-        for process in self.processes(victim):
-            os.kill(process.pid, signal.SIGKILL)
+        self.kill(victim, processes)
         ended = [self.project.finish(p, timeout_s=60) for p in processes]
-        writers = [p for n in range(NODES) for p in self.processes(n)]
+        writers = [p for n in range(self.most) for p in self.processes(n)]
         assert wait_for_processes(writers, wait_s=60) == []
         # Later saves may have been committed; the disk holds step 20 at most.
         assert self.run.committed_steps() == [20]
@@ -119,10 +120,16 @@ class Nodes:
         shutil.copytree(self.root, self._left / "nodes")
         return ended
 
+    def kill(self, victim: int, processes: list) -> None:
+        """processes: as `start` gave them."""
+        for process in self.processes(victim):
+            os.kill(process.pid, signal.SIGKILL)
+
     def processes(self, node: int) -> list[ProcessId]:
-        """The trainer and the keeper of a node in the first attempt."""
+        """The trainer and the keeper of each rank of a node in the first attempt."""
         found = read(self.run.control / "attempts" / "0001.jsonl")
-        return [ProcessId.from_record(r) for r in found if r["rank"] == node]
+        at = [(r["rank"], ProcessId.from_record(r)) for r in found if r["rank"] is not None]
+        return [process for rank, process in at if rank // self.ranks == node]
 
     def rewind(self, *lost: int, renumber: bool) -> None:
         """As the killed run left it, but some nodes are gone with all that was on them; those that are left are
@@ -133,7 +140,7 @@ class Nodes:
             shutil.copytree(left, place)
         for node in lost:
             shutil.rmtree(self.folder(node))
-        for new, old in enumerate(n for n in range(NODES) if n not in lost):
+        for new, old in enumerate(n for n in range(self.most) if n not in lost):
             if renumber and new != old:
                 self.folder(old).rename(self.folder(new))
                 # Where an arena lies is written down; on a real node its path would not change.
@@ -265,7 +272,9 @@ def test_a_run_that_has_saved_into_memory_alone_goes_on_from_there(project, peac
 # ---- memory and parity
 
 
-@pytest.mark.parametrize("lost", [(1,), (0, 2)], ids=["one of 2+2", "two of 2+2"])
+@pytest.mark.parametrize(
+    "lost", [pytest.param((1,), marks=pytest.mark.long), (0, 2)], ids=["one of 2+2", "two of 2+2"]
+)
 def test_fewer_nodes_go_on_from_parity(with_parity, peace, case, lost):
     with_parity.rewind(*lost, renumber=True)
     done, event = with_parity.resume(nodes=NODES - len(lost))

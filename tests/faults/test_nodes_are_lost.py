@@ -538,7 +538,7 @@ def test_the_own_disk_is_full(cluster, case):
     for store in c.keepers[0].stores:
         store.disk = Full()
     results = c.keep(1)[0]
-    assert results["memory"].ok and "no space left" in results["disk"].fault
+    assert results["memory"].ok and "the quota for" in results["disk"].fault
     case("own disk full")
 
 

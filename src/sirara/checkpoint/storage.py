@@ -224,7 +224,7 @@ def read_file(path: Path) -> bytes:
 def storage_error(fault: OSError, path: Path, *, asked: int | None = None) -> StorageError:
     """The StorageError for an OSError at `path`."""
     if fault.errno in _FULL:
-        return _full(path, asked=asked, free=free_bytes(path))
+        return _full(path, asked=asked, free=free_bytes(path), quota=fault.errno == errno.EDQUOT)
     name = errno.errorcode.get(fault.errno or 0, "?")
     size = f"{asked} bytes asked, {free_bytes(path)} bytes free; " if asked is not None else ""
     return StorageError(
@@ -236,13 +236,15 @@ def storage_error(fault: OSError, path: Path, *, asked: int | None = None) -> St
     )
 
 
-def _full(path: Path, *, asked: int | None, free: int | None) -> StorageError:
+def _full(path: Path, *, asked: int | None, free: int | None, quota: bool = False) -> StorageError:
+    numbers = f"{asked if asked is not None else 'some'} bytes asked, {free} bytes free"
     return StorageError(
-        f"no space left for {path}",
+        f"the quota for {path} is used up" if quota else f"no space left for {path}",
         code="SR601",
         where=str(path),
-        why=f"{asked if asked is not None else 'some'} bytes asked, {free} bytes free",
-        try_="free some space or lower checkpoint.keep_last; committed checkpoints are untouched",
+        why=f"EDQUOT; {numbers} on the device, which others may use" if quota else numbers,
+        try_=("raise the quota, " if quota else "")
+        + "free some space or lower checkpoint.keep_last; committed checkpoints are untouched",
     )
 
 
