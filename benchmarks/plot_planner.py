@@ -27,31 +27,20 @@ from sirara.plan.residuals import FILE, kinds_of
 from sirara.plan.rows import read
 from sirara.plan.validate import project, resolve, validate
 
-# recipe, accelerator, overrides, what was published, where
+# recipe, accelerator, overrides, what was published, the row of it where there is one, where
 RECIPES = (
-    (
-        "bloom-176b",
-        "a100-80gb",
-        "",
-        "105.9 s; 60 GB (nvidia-smi)",
-        "BLOOM's chronicles (bigscience-workshop)",
-    ),
-    ("mt-nlg-530b", "a100-80gb", "", "44.4 s", "arXiv:2201.11990, section 2.4, as in cli99/llm-analysis"),
-    ("mt-nlg-530b", "a100-80gb", "mesh.dp=10", "50.2 s", "the same"),
-    ("mt-nlg-530b", "a100-80gb", "mesh.dp=8", "60.1 s", "the same"),
-    ("gpt-1t", "a100-80gb", "", "102.6 s", "arXiv:2104.04473, table 1"),
-    ("llama3-8b", "h100-96gb", "", "2.92 s; 67 GiB reserved", "torchtitan, December 2024, table 3"),
-    (
-        "llama3-70b",
-        "h100-sxm",
-        "train.precision=fp8",
-        "20.1 s, 8-bit, other recompute",
-        "Megatron-Bridge 26.04",
-    ),
-    ("llama3-405b", "h100-sxm", "", "400 TFLOP/s per device", "arXiv:2407.21783"),
-    ("finetune-13b", "a100-80gb", "", "none of this layout", ""),
-    ("laptop", "cpu", "", "none", ""),
-)
+    ("bloom-176b", "a100-80gb", "", "105.9 s; 60 GB (nvidia-smi)", "142", "BLOOM's chronicles (bigscience-workshop)"),
+    ("mt-nlg-530b", "a100-80gb", "", "44.4 s", "", "arXiv:2201.11990, section 2.4, as in cli99/llm-analysis"),
+    ("mt-nlg-530b", "a100-80gb", "mesh.dp=10", "50.2 s", "", "the same"),
+    ("mt-nlg-530b", "a100-80gb", "mesh.dp=8", "60.1 s", "", "the same"),
+    ("gpt-1t", "a100-80gb", "", "102.6 s", "10", "arXiv:2104.04473, table 1"),
+    ("llama3-8b", "h100-96gb", "", "2.92 s; 67 GiB reserved", "881", "torchtitan, December 2024, table 3"),
+    ("llama3-70b", "h100-sxm", "train.precision=fp8", "20.1 s, 8-bit, other recompute", "506",
+     "Megatron-Bridge 26.04"),
+    ("llama3-405b", "h100-sxm", "", "400 TFLOP/s per device", "", "arXiv:2407.21783"),
+    ("finetune-13b", "a100-80gb", "", "none of this layout", "", ""),
+    ("laptop", "cpu", "", "none", "", ""),
+)  # fmt: skip
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -98,13 +87,14 @@ def plot(path, title, unit, sources, predicted, measured):
     return lines
 
 
-def recipe_table():
-    """Predicted beside published, as the page shows it."""
+def recipe_table(predicted_s):
+    """Predicted beside published, as the page shows it; `predicted_s`: of a published row, by its id."""
     lines = [
-        "| recipe | devices | step, exact | step, fast | MFU, fast | device GiB, exact / fast | published | source |"
+        "| recipe | devices | step, exact | step, fast | MFU, fast | device GiB, exact / fast | published "
+        "| that run predicted | source |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    for name, gpu, words, published, source in RECIPES:
+    for name, gpu, words, published, row, source in RECIPES:
         found = []
         for numerics in ("exact", "fast"):
             path = str(ROOT / "examples" / "recipes" / f"{name}.yaml")
@@ -114,9 +104,11 @@ def recipe_table():
             found.append(json.loads(said.stdout.splitlines()[0]))
         exact, fast = found
         sizes = " / ".join(f"{f['memory']['device_bytes'] / 2**30:.1f}" for f in found)
+        own = f"{predicted_s[row]:.1f} s" if row in predicted_s else ""
         lines.append(
             f"| `{name}` {f'`{words}`' if words else ''} | {fast['gpus']:,} {gpu} | {exact['time']['step_s']:.2f} s "
-            f"| {fast['time']['step_s']:.2f} s | {fast['time']['mfu']:.1%} | {sizes} | {published} | {source} |"
+            f"| {fast['time']['step_s']:.2f} s | {fast['time']['mfu']:.1%} | {sizes} | {published} "
+            f"| {own} | {source} |"
         )
     return lines
 
@@ -166,7 +158,8 @@ def main():
     if given.write:
         (ROOT / "src" / "sirara" / "plan" / FILE).write_text(json.dumps(errors, indent=1) + "\n")
         page = ROOT / "docs" / "planner.md"
-        page.write_text(put(put(page.read_text(), "errors", lines[:-1]), "recipes", recipe_table()))
+        predicted = dict(zip(rows.ids, found.predicted_s, strict=True))
+        page.write_text(put(put(page.read_text(), "errors", lines[:-1]), "recipes", recipe_table(predicted)))
 
 
 if __name__ == "__main__":
