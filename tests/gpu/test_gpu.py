@@ -73,6 +73,18 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(precision: str, tmp_
     assert killed(begin("killed")) == uninterrupted(begin("whole"))
 
 
+def test_what_a_device_counts_of_a_run_is_graded(tmp_path: Path) -> None:
+    with trainer(tmp_path, "bf16", 0) as t:
+        t.start()
+        steps(t, 6)
+        found = t.plan_grade(wait=True)
+    assert found is not None and found.peak is not None
+    (stage,) = found.stages
+    assert stage.between is not None and stage.reserved is not None and stage.device is not None
+    assert stage.between.measured <= stage.reserved.measured <= stage.device.measured
+    assert found.parts["computation"].measured > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_digest_on_the_device_equals_the_digest_on_the_host(dtype: torch.dtype) -> None:
     data = torch.randn(200_001, generator=torch.Generator().manual_seed(0)).to(dtype)
