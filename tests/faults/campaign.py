@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -83,6 +83,22 @@ class Cases:
     def __str__(self) -> str:
         each = ", ".join(f"{n} {kind}" for kind, n in self.fired.items())
         return f"{sum(self.fired.values())} fault cases: {each}"
+
+
+T = TypeVar("T")
+
+
+def sampled(
+    points: Sequence[T], every: bool, *, kind: Callable[[T], object] = lambda _: None, shift: int = 0
+) -> list[T]:
+    """All points, or of each kind the first and the last and one of every five in between, from `shift` on."""
+    kinds = [kind(point) for point in points]
+    first = {k: i for i, k in reversed(list(enumerate(kinds)))}
+    last = {k: i for i, k in enumerate(kinds)}
+    ends = {*first.values(), *last.values()}
+    chosen = [p for i, p in enumerate(points) if every or i in ends or i % 5 == shift % 5]
+    assert {kind(point) for point in chosen} == set(kinds) and 5 * len(chosen) >= len(points)
+    return chosen
 
 
 @contextlib.contextmanager

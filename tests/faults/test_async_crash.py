@@ -5,6 +5,9 @@ next attempt saves on.
     trainers, keepers   SIGKILL of one keeper, of the trainers, of both, at every effect of a keeper; of the trainers at
                         every stage of a snapshot; with node tiers as well
     system calls        SIGKILL, torn and short writes, ENOSPC at the n-th byte, EIO, EDQUOT, slow ones (fault_shim.c)
+
+Each campaign has a long form, which takes every point, and a short one: the first and the last point of every kind and
+one of five in between, others for each kind of run.
 """
 
 import errno
@@ -46,6 +49,7 @@ from tests.faults.campaign import (
     goes_on,
     in_child,
     kill_me,
+    sampled,
     scratch,
     seed_in,
     was_killed,
@@ -81,6 +85,14 @@ def before(request, root) -> Path:
     return before_a_save(root / request.param.replace(" ", "-"), again=KINDS[request.param])
 
 
+LONG = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=LONG)], ids=["sampled", "every point"])
+def every(request) -> bool:
+    return request.param
+
+
 @pytest.fixture
 def copy(before, root):
     """Makes copies of the run as it was before the save, and removes each when the next is asked for."""
@@ -101,7 +113,7 @@ def old_seed(before: Path) -> int:
 # ---- keepers alone
 
 
-def test_a_keeper_killed_at_any_effect_leaves_the_newest_committed_step(before, copy, prepared, case):
+def test_a_keeper_killed_at_any_effect_leaves_the_newest_committed_step(before, copy, prepared, case, every):
     counting = Counting()
     prepared.keep(copy(), counting)
     effects = counting.effects
@@ -111,19 +123,25 @@ def test_a_keeper_killed_at_any_effect_leaves_the_newest_committed_step(before, 
     points = [(n, False) for n in range(len(effects))]
     points += [(n, True) for n, (effect, _) in enumerate(effects) if effect == "write"]
     seeds = []
-    for n, torn in points:
+
+    def kind(point: tuple[int, bool]) -> tuple[str, str, bool]:
+        effect, name = effects[point[0]]
+        return effect, Path(name).suffix, point[1]
+
+    chosen = sampled(points, every, kind=kind, shift=old_seed(before))
+    for i, (n, torn) in enumerate(chosen):
         folder = copy()
         status = in_child(lambda n=n, f=folder, t=torn: prepared.keep(f, Counting(n, kill_me, torn=t)))
         case("kills of keepers" if not torn else "kills in the middle of a write", was_killed(status))
         seeds.append(seed_in(folder))
-        if n % 6 == 0:
+        if i % 6 == 0:
             goes_on(folder)
     assert set(seeds) == {old_seed(before), 2}
 
 
 @pytest.mark.parametrize("survives", ["nothing", "some"])
 def test_a_power_loss_at_any_effect_of_a_keeper_leaves_a_committed_step(
-    before, copy, prepared, root, case, survives
+    before, copy, prepared, root, case, survives, every
 ):
     counted = PowerLoss(folder := copy())
     prepared.keep(folder, counted)
@@ -141,7 +159,7 @@ def test_a_power_loss_at_any_effect_of_a_keeper_leaves_a_committed_step(
             shutil.rmtree(found)
             case("losses of power")
 
-    for n in range(counted.count):
+    for n in sampled(range(counted.count), every, shift=old_seed(before) + len(survives)):
         with pytest.raises(Stop):
             prepared.keep(folder := copy(), PowerLoss(folder, n, losses=losses))
     assert set(seeds) == {old_seed(before), 2}
@@ -180,15 +198,15 @@ def fresh_run(root: Path, name: str, *tiers: dict, on_disk: bool = True, **shape
 
 @pytest.mark.parametrize("rank", range(WORLD))
 @pytest.mark.parametrize("victim", ["keeper", "trainer", "both"])
-def test_a_kill_of_keeper_trainer_or_both_at_any_effect_of_a_save(root, case, victim, rank):
+def test_a_kill_of_keeper_trainer_or_both_at_any_effect_of_a_save(root, case, victim, rank, every):
     counts = effects_of(fresh_run(root, "kill"))
     seeds = set()
-    for n in range(counts[rank]):
+    for i, n in enumerate(sampled(range(counts[rank]), every, shift=rank + len(victim))):
         training = fresh_run(root, "kill")
-        again = 3 if victim == "keeper" and n % 4 == 0 else None
+        again = 3 if victim == "keeper" and i % 4 == 0 else None
         after = training.disturbed(Fault(victim, rank, n), again=again)
         case(f"kills of {victim}", after.board.fired)
-        seeds.add(check_what_is_left(training, after, victim, again, on=n % 4 == 1))
+        seeds.add(check_what_is_left(training, after, victim, again, on=i % 4 == 1))
     if victim == "trainer":
         assert seeds == {2}  # keepers end what they have begun
     else:
@@ -231,9 +249,10 @@ MEMORY = {"tier": "memory"}
 
 
 @pytest.mark.parametrize("tiers", [(), (MEMORY,)], ids=["disk", "memory and disk"])
-def test_trainers_killed_at_any_stage_of_a_snapshot_leave_the_step_before(root, case, tiers):
-    for kind, method, when in STAGES:
-        for nth in (1, 2):
+def test_trainers_killed_at_any_stage_of_a_snapshot_leave_the_step_before(root, case, tiers, every):
+    for i, (kind, method, when) in enumerate(STAGES):
+        # One rank at each stage, the other one in the other kind of run; or both.
+        for nth in (1, 2) if every else ((i + len(tiers)) % 2 + 1,):
             training = fresh_run(root, "snapshot", *tiers, on_disk=not tiers)
             if tiers:
                 training.saved(1, tiers=["memory"])
@@ -248,11 +267,13 @@ def test_trainers_killed_at_any_stage_of_a_snapshot_leave_the_step_before(root, 
 
 
 @pytest.mark.parametrize("rank", range(WORLD))
-def test_a_kill_at_effects_of_a_save_into_memory_and_disk(root, case, rank):
+def test_a_kill_at_effects_of_a_save_into_memory_and_disk(root, case, rank, every):
     """Whatever is committed, in memory or on the disk, is found; the arena of the step before is never touched."""
     counts = effects_of(saved_in_memory(root))
     steps = []
-    for n in range(rank, counts[rank], 2):
+    points = range(rank, counts[rank], 2)
+    late = 3 * counts[rank] // 4  # around the commit every one of them
+    for n in sampled(points, every, kind=lambda n: max(n, late), shift=rank):
         victim = ("keeper", "both")[n // 2 % 2]
         training = saved_in_memory(root)
         after = training.disturbed(Fault(victim, rank, n))
@@ -297,7 +318,7 @@ SOME, ALL = (0.1, 0.5, 0.8), tuple(i / 64 for i in range(64))
 @pytest.mark.parametrize("kind", NODE_TIERS)
 @pytest.mark.parametrize(
     "where",
-    [SOME, pytest.param(ALL, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
+    [SOME, pytest.param(ALL, marks=LONG)],
     ids=["some", "all"],
 )
 def test_a_node_lost_in_the_middle_of_a_save_leaves_one_of_both_steps_to_the_others(root, case, kind, where):
@@ -371,21 +392,23 @@ def counted(calls, shim):
     return shim.effects, shim.fsyncs, shim.reads, shim.bytes
 
 
-def test_a_kill_at_any_system_call_leaves_the_newest_committed_step(before, calls, shim, counted, case):
+def test_a_kill_at_any_system_call_leaves_the_newest_committed_step(
+    before, calls, shim, counted, case, every
+):
     effects = counted[0]
     seeds = []
     for action in (KILL, TORN):
-        for n in range(effects):
+        for i, n in enumerate(sampled(range(effects), every, shift=action + old_seed(before))):
             folder, status, _ = calls(action, n)
             case("kills at system calls", shim.fired == 1 and was_killed(status))
             seeds.append(seed_in(folder))
-            if n % 10 == 0:
+            if i % 10 == 0:
                 goes_on(folder)
     assert set(seeds) == {old_seed(before), 2}
 
 
-def test_writes_that_the_system_cuts_short_are_continued(calls, shim, counted, case):
-    for n in (*range(counted[0]), -1):
+def test_writes_that_the_system_cuts_short_are_continued(before, calls, shim, counted, case, every):
+    for n in (*sampled(range(counted[0]), every, shift=old_seed(before)), -1):
         folder, status, fault = calls(SHORT, n)
         assert status == 0 and fault is None
         if shim.fired:
@@ -405,14 +428,15 @@ def test_a_device_that_is_full_at_any_byte_keeps_the_old_step(before, calls, shi
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
 def test_an_error_of_any_system_call_is_named_and_keeps_a_committed_step(
-    before, calls, shim, counted, case, code
+    before, calls, shim, counted, case, code, every
 ):
-    for n in range(0 if code == errno.EIO else code % 3, counted[0], 1 if code == errno.EIO else 3):
+    points = range(0 if code == errno.EIO else code % 3, counted[0], 1 if code == errno.EIO else 3)
+    for i, n in enumerate(sampled(points, every, shift=old_seed(before))):
         folder, status, fault = calls(FAIL, n, code)
         case(f"calls that fail with {errno.errorcode[code]}", shim.fired == 1)
         assert status == 0
         check_a_failed_save(folder, before, fault, None, committed_at=2)
-        if n % 10 == 0:
+        if i % 10 == 0:
             goes_on(folder)
 
 
@@ -430,13 +454,13 @@ def check_a_failed_save(folder: Path, before: Path, fault, words, *, committed_a
     assert str(folder) in f"{fault.where} {said}"
 
 
-def test_an_fsync_or_a_read_that_fails_costs_the_step_or_nothing(before, calls, shim, counted, case):
+def test_an_fsync_or_a_read_that_fails_costs_the_step_or_nothing(before, calls, shim, counted, case, every):
     _, fsyncs, reads, _ = counted
-    for n in range(fsyncs):
+    for n in sampled(range(fsyncs), every, shift=old_seed(before)):
         folder, status, fault = calls(FAIL_FSYNC, n, errno.EIO)
         case("fsyncs that fail", shim.fired == 1 and status == 0)
         check_a_failed_save(folder, before, fault, None, committed_at=2)
-    for n in range(reads):
+    for n in sampled(range(reads), every, shift=old_seed(before)):
         folder, status, fault = calls(FAIL_READ, n, errno.EIO)
         case("reads that fail", shim.fired == 1 and status == 0)
         check_a_failed_save(folder, before, fault, None, committed_at=2)

@@ -106,6 +106,7 @@ def test_the_two_ranks_of_the_node_that_is_left_go_on_alone(pairs, peace, case):
     assert equal(done) == peace
 
 
+@pytest.mark.long
 def test_an_agent_alone_is_killed_its_two_ranks_die_and_memory_is_newer_than_the_disk(pairs, peace, case):
     """The machine stays: its workers see that their agent is gone, its keepers end what they have."""
     pairs.rewind(renumber=False)

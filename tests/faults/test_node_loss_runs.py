@@ -229,6 +229,7 @@ def test_both_nodes_of_a_pair_are_lost_and_the_disk_is_older(with_peers, peace, 
     assert equal(done) == peace
 
 
+@pytest.mark.long
 def test_a_damaged_image_is_named_and_its_peer_gives_the_pieces(with_peers, peace, case):
     with_peers.rewind(renumber=False)
     damaged = 0
