@@ -26,6 +26,7 @@ from sirara.plan.layouts import whole_space
 from sirara.plan.page import as_html
 from sirara.plan.profile import Here, here, is_profile, of_profile, read
 from sirara.plan.search import Found, search, smaller
+from sirara.plan.unlike import arranged_text, arrangements, searched
 from sirara.plan.verdict import Change, Plan, Setting, nearest, plan, refusal
 from sirara.pure.families import ModelShape
 
@@ -78,21 +79,25 @@ def planned(
         return
     found = plan(loaded.config, shape, setting, dp=degree_of_dp(loaded.config, setting.cluster.gpus))
     changes = _changes(found, path, words, what_if)
+    ways = arrangements(found) if setting.counts else []
     if as_json:
         say_json(
             {
                 **found.as_record(),
-                "sources": SOURCES,
+                "sources": {**SOURCES, "step": found.how},
                 "assumed": assumed,
                 "what_if": [_record(c) for c in changes],
+                "unlike_nodes": [way.as_record() for way in ways],
             }
         )
     else:
         click.echo(text(found, assumed=assumed))
         if changes:
             click.echo("\n" + changes_text(found, changes, "what if"))
+        if ways:
+            click.echo("\n" + arranged_text(ways))
     _write(found, assumed, html_file, png_file)
-    if not found.fits:
+    if not found.fits and not any(way.fits and way.runs for way in ways):
         raise refusal(found, _changes(found, path, words, neighbours(found)))
 
 
@@ -127,8 +132,10 @@ def _searched(
         raise refused or PlanError("no layout fits", code="SR215")
     # Device hours, failures included: money needs no price for this.
     best = min(found, key=lambda f: f.best.gpu_hours) if objective == "cost" else found[0]
+    ways = [way for _, way in searched(loaded.config, shape, setting)[:3]] if setting.counts else []
     if as_json:
-        say_json({**search_record(best), "assumed": list(assumed)})
+        unlike = [way.as_record() for way in ways]
+        say_json({**search_record(best), "assumed": list(assumed), "unlike_nodes": unlike})
     else:
         click.echo(text(best.best_now or best.best, assumed=assumed) + "\n\n" + search_text(best))
         if len(found) > 1:
@@ -136,6 +143,8 @@ def _searched(
                 "\ndevices"
                 + "".join(f"\n  {f.best.gpus:>7,}  {f.best.gpu_hours:>14,.0f} device hours" for f in found)
             )
+        if ways:
+            click.echo("\n" + arranged_text(ways))
     _write(best.best_now or best.best, assumed, html_file, png_file)
 
 
