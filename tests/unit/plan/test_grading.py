@@ -153,11 +153,21 @@ def test_a_plan_is_read_back_with_every_stage_as_the_planner_said(piped, tmp_pat
     found = read_expected(tmp_path, 1)
     assert found is not None and found.reason == "" and found.how == "placeholder"
     assert [(s.stage, s.peak_bytes, s.between_bytes) for s in found.stages] == [
-        (s.rank, s.step, s.static) for s in piped.held.stages
+        (s.rank, s.step - s.libraries, s.static - s.libraries) for s in piped.held.stages
     ]
     assert max(s.device_bytes for s in found.stages) == pytest.approx(piped.device_bytes)
     assert max(s.reserved_bytes for s in found.stages) == pytest.approx(piped.reserved_bytes)
     assert found.step_s == piped.step_s and sum(found.exposed_s.values()) == pytest.approx(piped.step_s)
+
+
+def test_what_libraries_keep_is_no_part_of_a_stages_tensors(piped, tmp_path):
+    record = plan_record(piped)
+    for s in record["memory"]["stages"]:
+        s["libraries"], s["step"] = 1000, s["step"] + 1000
+    add(tmp_path, 1, hardware=hardware_record("cpu", "cpu", "shipped", "why"), plan=record)
+    found = read_expected(tmp_path, 1)
+    assert found is not None
+    assert [s.peak_bytes for s in found.stages] == [s.step for s in piped.held.stages]
 
 
 def test_a_later_attempt_adds_an_entry_and_leaves_the_others(tmp_path):
