@@ -135,7 +135,7 @@ def test_memory_of_runs_that_state_all_is_within_three_percent_and_eight_at_most
     assert len(reports) == 6
     for r in reports:
         assert r.memory.mean <= 0.03 and r.memory.largest <= 0.08, r.source
-    # 82 layers on 12 stages did not run, 94 on 12 stages, which hold more, did: no closed form says both.
+    # 82 layers of 14,336 on 12 stages did not run; 94 of 13,312, which hold as much, did, with 13 GB to spare.
     assert set(v.wrong_labels) <= {"144"}
 
 
@@ -150,5 +150,6 @@ def test_step_times_and_first_choices_of_published_runs_keep_within_bounds_in_sa
         return np.mean([abs(r.predicted_s / r.step_s - 1) for r in rows if r.source.startswith(starts)])
 
     assert mean_error("Megatron-LM", "BLOOM") <= 0.09
+    assert mean_error("vTrain") <= 0.12 and mean_error("NeMo AutoModel") <= 0.15
     assert mean_error("MosaicML") <= 0.15 and mean_error("torchtitan") <= 0.15
     assert mean_error("Megatron-Bridge") <= 0.2 and mean_error("Zero Bubble") <= 0.08
