@@ -148,14 +148,14 @@ def _each_again(p: Points, b: Block, paced: _Paced) -> Floats:
         "norm1": light,
         "norm2": light,
         "act": 2 * light,
-        "wide": _first_products(p) * b.matmul[0] + gathered,
+        "wide": first_products(p) * b.matmul[0] + gathered,
         "attention": b.attention[0] + light,
         "block": paced.forward + traffic,
     }
     return np.stack([np.broadcast_to(seconds[piece], (len(p),)) for piece in PIECES], axis=1)
 
 
-def _first_products(p: Points) -> Floats:
+def first_products(p: Points) -> Floats:
     """Share of a block's matmul FLOPs in the products that the activation function reads."""
     f = np.where(p.experts > 0, p.topk * p.expert_ffn + p.shared_ffn, p.ffn)
     first = (1 + p.gated) * p.hidden * f

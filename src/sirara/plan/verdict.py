@@ -13,14 +13,14 @@ import numpy as np
 from sirara.config.check import runs_now
 from sirara.config.schema import RunConfig
 from sirara.errors import ConfigError, PlanError
-from sirara.plan.cost import Times
+from sirara.plan.cost import Times, first_products
 from sirara.plan.from_config import as_points, layout_columns, model_columns
 from sirara.plan.goodput import Goodput, goodput
 from sirara.plan.held import Held, held
 from sirara.plan.measured import measured_times
 from sirara.plan.memory import Memory, memory
 from sirara.plan.offload import slowest
-from sirara.plan.points import Points
+from sirara.plan.points import PIECES, Points
 from sirara.plan.residuals import Bars, Residual, bars
 from sirara.plan.setting import Setting
 from sirara.pure.families import ModelShape, parameter_count, unit_specs
@@ -36,6 +36,8 @@ UNITS = (
 )
 ARENAS = 2
 """Snapshots in host memory that a save beside training needs."""
+GENERATIONS = 3
+"""Of peers' images and of parity: the two newest and one that is being written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,8 @@ class Saves:
     stall_s: float
     tiers: Mapping[str, float]
     host_bytes_per_node: float
+    host: Mapping[str, float]
+    """What that is: snapshots, images of other nodes, parity blocks; as checkpoint/space.py asks of a file system."""
     every_steps: int | None
 
 
@@ -276,10 +280,15 @@ def utilisation(
         if config.train.recompute == "full"
         else float(point.recompute_share[0]) * (isinstance(config.train.recompute, int))
     )
+    # Of recipes: the share of all blocks that makes each piece again.
+    stages = np.array([1.0, max(0.0, float(point.pp[0]) - 2), float(point.pp[0] > 1)])
+    pieces = dict(zip(PIECES, stages @ point.again[0] / stages.sum(), strict=True))
+    again += pieces["block"]
+    parts = pieces["wide"] * float(first_products(point)[0]) * blocks + pieces["attention"] * half
     return (
         tokens * 3 * (blocks + head + half) / peak,
         tokens * 3 * (blocks + head + whole) / peak,
-        tokens * (3 * (blocks + head + half) + again * (blocks + half)) / peak,
+        tokens * (3 * (blocks + head + half) + again * (blocks + half) + parts) / peak,
     )
 
 
@@ -304,14 +313,30 @@ def saves(config: RunConfig, shape: ModelShape, setting: Setting, point: Points)
     tiers = {t.tier: share / rates[t.tier] for t in config.checkpoint.tiers}
     copy = max(share / rates["memory"], total / gpus / float(setting.table.host_bytes_per_s[0]))
     beside = config.checkpoint.async_
+    host = host_bytes(config, share)
     return Saves(
         bytes=total,
         files=nodes * -(-max(total // nodes, 1) // FILE_BYTES) * 2 + 10,
         stall_s=copy if beside else max([t for n, t in tiers.items() if n != "object"] or [copy]),
         tiers=tiers,
-        host_bytes_per_node=share * ARENAS if beside else 0.0,
+        host_bytes_per_node=sum(host.values()),
+        host=host,
         every_steps=config.checkpoint.every,
     )
+
+
+def host_bytes(config: RunConfig, share: float) -> dict[str, float]:
+    """Bytes of a node's memory that checkpoints take, of a node's `share` of one step."""
+    c = config.checkpoint
+    kept = {t.tier for t in c.tiers} & {"memory", "peer", "parity"}
+    found = {"snapshots": share * ARENAS if c.async_ or kept else 0.0}
+    for t in c.tiers:
+        # Folders that a path names may be anything; without one they are in shared memory.
+        if t.tier == "peer":
+            found["images of other nodes"] = share * GENERATIONS * (t.copies - 1)
+        if t.tier == "parity":
+            found["parity"] = share * GENERATIONS * t.parity / t.data
+    return {name: size for name, size in found.items() if size}
 
 
 def state_bytes(config: RunConfig, shape: ModelShape) -> int:

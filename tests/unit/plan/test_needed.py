@@ -72,6 +72,21 @@ def test_each_stage_makes_again_what_it_needs_and_no_more(gib):
     assert same_for_all and found.step_s <= min(same_for_all) * (1 + 1e-9)
 
 
+def test_hardware_flops_count_what_recipes_make_again():
+    def extra(recompute) -> float:
+        found = planned(80.0, f"train.recompute={recompute}")
+        return (found.hfu - found.mfu) * found.step_s
+
+    full = extra("full")
+    assert full > 0 == extra("norm+act")
+    assert extra("[full, full, full, full]") == pytest.approx(full) == pytest.approx(extra(8))
+    assert extra("[full, none, none, none]") == pytest.approx(full / 4)
+    assert extra("mlp") + extra("attention") < full
+    # llama2-7b, 2048 tokens: gate and up are 2 * 11008 * 4096 of 4 * 4096^2 + 3 * 11008 * 4096 products of a block.
+    matrices = 4 * 4096**2 + 3 * 11008 * 4096
+    assert extra("mlp") / full == pytest.approx(2 * 11008 * 4096 / (matrices + 2049 * 4096), rel=1e-3)
+
+
 def test_where_whole_blocks_are_not_enough_there_is_no_recipe():
     low = planned(40.0)
     assert recipe(low.point, low.held, ceiling(40).table, ceiling(40).constants, 38 * GIB) is None

@@ -1,16 +1,28 @@
 """One layout judged: memory by the executor's own rules, terms that add up, the verdict and its advice."""
 
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
+from sirara.checkpoint.space import Seats, planned_needs
+from sirara.checkpoint.space import state_bytes as planned_state
 from sirara.config.schema import RunConfig
 from sirara.plan.buffers import _closed, buffers_of
 from sirara.plan.constants import fitted
 from sirara.plan.from_config import cluster_of
 from sirara.plan.hardware import find, table
-from sirara.plan.verdict import GIB, Setting, nearest, plan, refusal, state_bytes, what_does_not_run
-from sirara.pure.families import PRESETS, parameter_count
+from sirara.plan.verdict import (
+    GIB,
+    Setting,
+    host_bytes,
+    nearest,
+    plan,
+    refusal,
+    state_bytes,
+    what_does_not_run,
+)
+from sirara.pure.families import PRESETS, parameter_count, unit_specs
 from sirara.pure.shape import ModelShape
 from sirara.pure.tree import Deal, deal
 from sirara.train.trace import trace
@@ -205,3 +217,22 @@ def test_gpipe_keeps_all_microbatches_and_1f1b_as_many_as_stages_follow():
     }
     alive = {name: [s.alive for s in plan(x, SHAPE, setting(2), dp=1).held.stages] for name, x in c.items()}
     assert alive == {"gpipe": [32, 32], "1f1b": [2, 1]}
+
+
+def test_host_memory_of_checkpoints_is_what_a_run_asks_of_its_file_systems():
+    """Two snapshots; of peers and parity three generations."""
+    tiers = ["disk", {"tier": "peer", "copies": 3}, {"tier": "parity", "data": 4, "parity": 2}]
+    base = config()
+    kept = base.checkpoint.model_validate({"tiers": tiers})
+    c = base.model_copy(update={"checkpoint": kept})
+    assert host_bytes(c, 100.0) == {"snapshots": 200.0, "images of other nodes": 600.0, "parity": 150.0}
+    in_line = base.checkpoint.model_validate({"tiers": ["disk"], "async": False})
+    assert host_bytes(base.model_copy(update={"checkpoint": in_line}), 100.0) == {}
+    seats = Seats(node=0, nodes=8, local=8, world=64)
+    needs = planned_needs(c, unit_specs(SHAPE), checkpoints=Path("none"), run="r", seats=seats)
+    asked = {n.tier: n.times * n.each for n in needs if n.tier != "disk"}
+    mine = host_bytes(c, planned_state(c, unit_specs(SHAPE)) / 8)
+    for name, tier in (("snapshots", "memory"), ("images of other nodes", "peer"), ("parity", "parity")):
+        assert mine[name] == pytest.approx(asked[tier], rel=1e-4)
+    found = plan(c, SHAPE, setting(1), dp=1)
+    assert found.saves.host_bytes_per_node == sum(found.saves.host.values()) > 0
