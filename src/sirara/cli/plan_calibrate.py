@@ -40,6 +40,8 @@ CPU_S, GPU_S = 110.0, 540.0
 """Time budget on CPUs and with GPUs."""
 START_S = 8.0
 """What starting a world takes, of its share of the budget."""
+LATE_S = 120.0
+"""How much later a world is ended than three times its share: a busy machine takes long to start processes."""
 DEFAULT = """\
 schema: 1
 name: calibrate
@@ -191,7 +193,7 @@ def _world(count: int, folder: Path, share_s: float) -> WorldRows:
         subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(count)
     ]
     try:
-        _wait(workers, time.monotonic() + START_S * count + 3 * share_s)
+        _wait(workers, time.monotonic() + LATE_S + 3 * share_s)
     finally:
         for worker in workers:
             if worker.poll() is None:

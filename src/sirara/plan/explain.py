@@ -47,7 +47,7 @@ def terms_of(plan: Plan, stage: StageMemory) -> dict[str, float]:
         "window": float(stage.window),
         "activations": stage.activations,
         "work": max(stage.loss, stage.transient),
-        "rest": stage.step * over + context,
+        "rest": stage.step * over + context + stage.libraries,
     }
 
 
@@ -157,6 +157,8 @@ def _time(plan: Plan) -> Iterator[str]:
         f"({plan.tokens_per_s / plan.gpus:,.0f} per device), MFU {plan.mfu:.1%} "
         f"(causal half of attention; whole square {plan.mfu_whole:.1%}), HFU {plan.hfu:.1%}"
     )
+    if plan.how:
+        yield f"  by {plan.how}"
     exposed = {k: float(v[0]) for k, v in plan.times.exposed().items()}
     for name, value in exposed.items():
         hidden = (

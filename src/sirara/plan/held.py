@@ -19,6 +19,7 @@ from sirara.plan.constants import Constants
 from sirara.plan.from_config import AUTO_DEPTH, STATES, WEIGHT_BYTES, stage_units
 from sirara.plan.hardware import Table
 from sirara.plan.memory import activations, let_go, memory
+from sirara.plan.own import OwnBytes, own_bytes
 from sirara.plan.points import Points, concatenate, pieces_of
 from sirara.pure.families import ModelShape, UnitSpec, unit_specs, with_frozen
 from sirara.pure.groups import ALIGN, Group, flat_groups
@@ -50,11 +51,13 @@ class StageMemory:
     transient: float
     alive: float
     """Microbatches whose activations are held at once, in stages of this rank's whole depth."""
+    libraries: int = 0
+    """What matrix libraries keep for themselves; on accelerators it is part of the context."""
 
     @property
     def static(self) -> int:
         """What lives on between steps."""
-        return self.weights + self.masters + self.optimizer + self.gradients + self.window
+        return self.weights + self.masters + self.optimizer + self.gradients + self.window + self.libraries
 
     @property
     def step(self) -> float:
@@ -117,6 +120,9 @@ def held(config: RunConfig, shape: ModelShape, point: Points, hardware: Table, c
         alive = (dealt.places,) * m.pp
     groups = flat_groups(units, tp=tp, sequence=m.sequence_parallel)
     block = _block_bytes(point, hardware, constants)
+    own = own_bytes(config, shape, tp=tp, weight=_weight_bytes(config), on_cpu=hardware.names[0] == "cpu")
+    if own is not None:
+        block = _counted(own, block, offloaded=config.offload.activations != "none")
     buffers = buffers_of(dealt, lean=m.zero >= 2, fast=config.numerics == "fast", same=_same(config))
     stages = tuple(
         _stage(config, rank, split, groups, dealt, buffers, block, alive[rank] / m.chunks)
@@ -148,10 +154,36 @@ class _Block:
     embedding: float
     working: float
     loss: float
+    head: float = 0.0
+    """What the head keeps of a microbatch from its forward to its backward."""
+    rows: float = 0.0
+    """The embedding's gradient, made when the rest of a microbatch has been let go."""
+    boundary: float = 0.0
+    libraries: float = 0.0
 
     def kept(self, kinds: Kinds) -> float:
         """Of a block that makes `kinds` again."""
         return self.whole - float((pieces_of(kinds) * self.pieces).sum())
+
+
+def _weight_bytes(config: RunConfig) -> int:
+    return WEIGHT_BYTES[config.train.precision]
+
+
+def _counted(own: OwnBytes, formula: _Block, *, offloaded: bool) -> _Block:
+    """A block of our own modules, counted from what they save."""
+    on_host = 0.1 if offloaded else 1.0
+    return _Block(
+        whole=own.whole * on_host,
+        pieces=own.pieces * on_host,
+        embedding=formula.embedding,
+        working=own.working,
+        loss=own.loss,
+        head=own.head,
+        rows=own.embedding,
+        boundary=own.boundary,
+        libraries=own.libraries,
+    )
 
 
 def _block_bytes(p: Points, hardware: Table, constants: Constants) -> _Block:
@@ -211,6 +243,9 @@ def _stage(
         if rank_of(m.schedule, m.pp, stage) == rank
     }
     blocks = sum(counts.values())
+    kept = _kept(config, counts, block)
+    # A sent hidden state is held until the next stage has it, a received gradient while it is used.
+    beside = (m.pp > 1) * 2 * block.boundary + here(last) * max(0.0, alive - 1) * block.head
     return StageMemory(
         rank=rank,
         blocks=blocks,
@@ -220,10 +255,11 @@ def _stage(
         optimizer=optimizer,
         gradients=0 if offloaded else _gradients(config, held_groups, here, dealt, buffers),
         window=_window(config, mine, held_groups, dealt, last) if m.zero >= 3 else 0,
-        activations=alive * (_kept(config, counts, block) + here(0) * block.embedding),
+        activations=alive * (kept + here(0) * block.embedding) + beside,
         loss=block.loss if here(last) else 0.0,
-        transient=block.working,
+        transient=max(block.working, here(0) * (block.rows - kept)),
         alive=alive,
+        libraries=round(block.libraries),
     )
 
 

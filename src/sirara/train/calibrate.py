@@ -5,8 +5,8 @@
     rates     sums, copies, norms and updates on flat buffers, products and attention of the model's shapes
 
 All ranks of one world call `measure` together.  `active` ranks compute, the others wait for them: so one world tells
-how much slower a process is beside others on the same cores.  Times are medians; a kind is measured as often as its
-share of the time budget allows.
+how much slower a process is beside others on the same cores.  Times are lower quartiles; a kind is measured as often
+as its share of the time budget allows.
 """
 
 import os
@@ -219,7 +219,7 @@ def _units(
     here.repeat(cycle, share_s=share_s, active=active)
     rows: list[UnitTime] = []
     for unit in UNITS:
-        at = {w: _median(here, notes[unit, w]) for w in "flbiw"}
+        at = {w: _typical(here, notes[unit, w]) for w in "flbiw"}
         rows.append(
             UnitTime(
                 signature=signature_of(shape), unit=unit, micro_batch=train.micro_batch, seq_len=config.data.seq_len,
@@ -265,9 +265,9 @@ def _whole(
     stage.zero.release(stage.zero.reduce())
 
 
-def _median(here: _Here, times: Sequence[float]) -> float:
-    """Of all ranks that measured, the slowest one's median; 0 where nothing was."""
-    return here.agreed(statistics.median(times) if times else 0.0)
+def _typical(here: _Here, times: Sequence[float]) -> float:
+    """Of the slowest rank that measured, the lower quartile: what disturbs a run lengthens it.  0 without times."""
+    return here.agreed(sorted(times)[(len(times) - 1) // 4] if times else 0.0)
 
 
 def _inputs(config: RunConfig, shape: ModelShape, device: torch.device) -> Inputs:
@@ -300,7 +300,7 @@ def _moves(here: _Here, config: RunConfig, shape: ModelShape, share_s: float) ->
         times = here.repeat(exchange, share_s=each_s, active=n)
         nbytes = part * 4 * (n - 1)
         found.append(
-            Move(kind="exchange", ranks=n, across=across, bytes=nbytes, seconds=_median(here, times))
+            Move(kind="exchange", ranks=n, across=across, bytes=nbytes, seconds=_typical(here, times))
         )
         here.say(f"exchange of {nbytes:,} bytes among {n} ranks: {found[-1].seconds * 1e3:.2f} ms")
     row = torch.zeros(512, dtype=torch.float64, device=here.device)
@@ -309,7 +309,7 @@ def _moves(here: _Here, config: RunConfig, shape: ModelShape, share_s: float) ->
         comm.gather_rows("calibrate", row)
 
     times = here.repeat(rows, share_s=each_s, active=n)
-    found.append(Move(kind="rows", ranks=n, across=across, bytes=4096, seconds=_median(here, times)))
+    found.append(Move(kind="rows", ranks=n, across=across, bytes=4096, seconds=_typical(here, times)))
     mail = Mail(group, device=here.device)
     weights = precision_of(config.train.precision).weights
     boundary = config.train.micro_batch * config.data.seq_len * shape.hidden
@@ -335,7 +335,7 @@ def _moves(here: _Here, config: RunConfig, shape: ModelShape, share_s: float) ->
             mail.finish()
 
         times = here.repeat(letters, share_s=each_s, active=n)
-        half = _median(here, times if rank == 0 else []) / 2
+        half = _typical(here, times if rank == 0 else []) / 2
         nbytes = tensor.numel() * tensor.element_size()
         found.append(Move(kind="letter", ranks=2, across=across, bytes=nbytes, seconds=max(half, 1e-7)))
         here.say(f"letter of {nbytes:,} bytes: {half * 1e3:.2f} ms")
@@ -351,7 +351,7 @@ def _rates(here: _Here, config: RunConfig, shape: ModelShape, share_s: float) ->
     jobs = _jobs(here, config, shape)
     for name, (count, job) in jobs.items():
         times = here.repeat(job, share_s=share_s / len(jobs), active=here.world.size)
-        per_s = count / max(_median(here, times), 1e-9)
+        per_s = count / max(_typical(here, times), 1e-9)
         found.append(Rate(kind=name, processes=here.world.size, per_s=per_s))
         here.say(f"{name}, {here.world.size} at once: {per_s / 1e9:.2f} G/s")
     return found

@@ -1,0 +1,102 @@
+"""Steps made of measured times: sums that can be done by hand, and formulas where a unit was not measured."""
+
+from dataclasses import replace
+
+import pytest
+
+from sirara.config.schema import RunConfig
+from sirara.plan.profile import Move, Profile, Rate, signature_of, this_machine
+from sirara.plan.setting import Setting, setting_here
+from sirara.plan.verdict import FORMULA, RATES, UNITS, plan
+from sirara.pure.shape import ModelShape
+from tests.unit.plan.test_profile import profile, unit
+
+SHAPE = ModelShape(family="llama", layers=4, hidden=64, heads=4, vocab=256, max_seq=128)
+
+
+def config(**changed) -> RunConfig:
+    mesh = changed.pop("mesh", {})
+    train = {"steps": 1, "global_batch": 4, "micro_batch": 1, "precision": "fp32"} | changed
+    return RunConfig.model_validate(
+        {
+            "schema": 1,
+            "name": "x",
+            "model": {"family": "llama", "layers": 4, "hidden": 64, "heads": 4, "vocab": 256, "max_seq": 128},
+            "data": {"train": [{"path": "none"}], "seq_len": 128},
+            "train": {**train, "optimizer": {"name": "adamw", "lr": 1e-3}},
+            "mesh": {"dp": 1, "zero": 0} | mesh,
+            "launch": {"threads": 1},
+        }
+    )
+
+
+def measured(**changed) -> Profile:
+    """Two cores; everything but units is so fast that it counts for nothing."""
+    times = {"embed": (0.001, 0.002), "block": (0.01, 0.02), "head": (0.03, 0.001)}
+    known = {"signature": signature_of(SHAPE)}
+    fast = {"add", "copy", "norm", "update adamw"}
+    found = profile(
+        replace(this_machine("cpu"), cores=2),
+        units=tuple(unit(n, forward=f, backward=b, **known) for n, (f, b) in times.items()),
+        rates=tuple(Rate(kind=k, processes=1, per_s=1e15) for k in fast),
+        moves=tuple(
+            Move(kind=k, ranks=2, across=False, bytes=1 << 40, seconds=1e-9)
+            for k in ("exchange", "rows", "letter")
+        ),
+        crowd={1: 1.0, 2: 1.0},
+    )
+    return replace(found, **changed)
+
+
+def planned(c: RunConfig, p: Profile | None, workers: int = 1):
+    setting, _ = setting_here("cpu", workers=workers, env={"SIRARA_PROFILE": "none"})
+    there = Setting(cluster=setting.cluster, table=setting.table, constants=setting.constants, profile=p)
+    return plan(c, SHAPE, there, dp=c.mesh.dp if isinstance(c.mesh.dp, int) else 1)
+
+
+ONE = 4 * (0.001 + 0.002 + 4 * 0.03 + 0.031)
+"""Seconds of four microbatches on one rank."""
+
+
+def test_one_rank_takes_the_sum_of_its_units():
+    found = planned(config(), measured())
+    assert found.how == UNITS
+    assert found.step_s == pytest.approx(ONE, abs=2e-3)
+    assert sum(float(v[0]) for v in found.times.exposed().values()) == pytest.approx(found.step_s)
+
+
+def test_full_recompute_adds_a_forward_of_each_block():
+    found = planned(config(recompute="full"), measured())
+    assert found.step_s == pytest.approx(ONE + 4 * 4 * 0.01, abs=2e-3)
+    assert float(found.times.recompute[0]) == pytest.approx(0.16, rel=0.01)
+
+
+def test_data_parallel_ranks_with_a_core_each_halve_the_step_and_beyond_the_cores_work_adds_up():
+    two = planned(config(mesh={"dp": 2, "zero": 1}), measured(), 2).step_s
+    four = planned(config(mesh={"dp": 4, "zero": 1}), measured(), 4).step_s
+    assert two == pytest.approx(ONE / 2, abs=2e-3)
+    assert four == pytest.approx(ONE / 2, abs=4e-3)
+
+
+def test_a_pipeline_waits_for_its_slower_stage_and_on_one_core_for_both():
+    c = config(mesh={"pp": 2, "split": [2, 2]})
+    wide = planned(c, measured(), 2)
+    assert ONE / 2 < wide.step_s < ONE and float(wide.times.bubble[0]) > 0
+    narrow = planned(c, measured(crowd={1: 1.0, 2: 2.0}), 2)
+    assert narrow.step_s == pytest.approx(ONE, rel=0.01)
+
+
+def test_exchanges_and_updates_take_what_was_measured():
+    slow = tuple(replace(m, seconds=2.0, bytes=1) for m in measured().moves if m.kind == "exchange")
+    rest = tuple(m for m in measured().moves if m.kind != "exchange")
+    c = config(mesh={"dp": 2, "zero": 1})
+    found = planned(c, measured(moves=(*rest, *(replace(m, bytes=1 << 40) for m in slow))), 2)
+    # A reduction and a publication of each group; each exchange takes two seconds whatever its bytes.
+    groups = 2 * 4 + 3
+    assert float(found.times.dp[0]) == pytest.approx(2 * 2.0 * groups, rel=0.01)
+
+
+@pytest.mark.parametrize("changed", [{"micro_batch": 2}, {"precision": "bf16"}, {"recompute": "selective"}])
+def test_what_was_not_measured_is_a_formula(changed):
+    assert planned(config(**changed), measured()).how == RATES
+    assert planned(config(**changed), None).how == FORMULA
