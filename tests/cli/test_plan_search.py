@@ -95,7 +95,7 @@ def test_what_does_not_fit_ends_with_3_and_names_changes_that_do(config: Path):
 
 def test_what_if_is_answered_beside_the_plan(config: Path):
     asked = ["train.micro_batch=2", "gpus=16", "gpu=h100-sxm", "data.seq_len=1024", "mesh.zero=3",
-             "offload.optimizer=host", "train.micro_batch=7"]  # fmt: skip
+             "offload.optimizer=host", "train.micro_batch=7", "train.recompute=full:1 norm mesh.zero=3"]  # fmt: skip
     words = [w for a in asked for w in ("--what-if", a)]
     found = json.loads(plan(config, "--gpu", "a100-80gb", "--json", *words).stdout)
     changes = {c["keys"]: c for c in found["what_if"]}
@@ -105,6 +105,16 @@ def test_what_if_is_answered_beside_the_plan(config: Path):
     assert changes["mesh.zero=3"]["device_bytes"] < found["memory"]["device_bytes"]
     assert not changes["offload.optimizer=host"]["runs_now"]
     assert "does not divide" in changes["train.micro_batch=7"]["error"]
+    recipe = changes[asked[-1]]
+    assert not recipe["error"] and recipe["runs_now"] and recipe["device_bytes"] > 0
+
+
+def test_unlike_nodes_are_told_which_stages_to_take(config: Path):
+    words = ("--gpu", "a100-80gb:4+h100-sxm:4", "--mesh.pp=2", "--mesh.dp=auto", "--mesh.tp=1")
+    found = json.loads(plan(config, *words, "--json").stdout)["unlike_nodes"]
+    staged = next(way for way in found if way["form"] == "stages" and way["runs"])
+    assert {p["gpu"] for p in staged["parts"]} == {"a100-80gb", "h100-sxm"}
+    assert "split: [" in staged["overrides"][0] and "unlike nodes" in plan(config, *words).stdout
 
 
 def test_money_and_goodput_follow_price_and_failures(config: Path):

@@ -1,6 +1,7 @@
 """What `sirara plan` does without --trace: from files and words to a plan, and to text, JSON and pictures."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -218,6 +219,8 @@ def neighbours(found: Plan) -> list[str]:
         words.append(f"train.micro_batch={t.micro_batch // 2}")
     if t.recompute == "none":
         words.append("train.recompute=selective")
+    if t.recompute in ("none", "selective") and not t.compile:
+        words.append("train.recompute=norm+attention+mlp")
     if t.recompute != "full":
         words.append("train.recompute=full")
     words += [f"mesh.zero={z}" for z in range(m.zero + 1, 4) if dp > 1]
@@ -245,7 +248,8 @@ def _changes(found: Plan, path: str, words: Sequence[str], asked: Sequence[str])
     here: list[tuple[str, RunConfig | str, int]] = []
     elsewhere: dict[str, Change] = {}
     for change in asked:
-        keys = change.split()
+        # A value may have blanks, such as a recipe of recompute; a new key begins with its name.
+        keys = re.split(r"\s+(?=[\w.]+=)", change.strip())
         pairs = [k.partition("=") for k in keys]
         machine = {key: value for key, _, value in pairs if key in ("gpus", "gpu")}
         rest = [k for k in keys if k.partition("=")[0] not in machine]
