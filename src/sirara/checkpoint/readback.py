@@ -23,6 +23,8 @@ from sirara.errors import CheckpointError
 from sirara.pure.manifest import Manifest
 
 BATCH_BYTES = 16 << 20
+LEAST_REST_S = 0.05
+"""Shorter rests are put together: a small step is read back at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,7 @@ class Fault:
 
 
 class Rests:
-    """After each read, a rest as long as the read took.
+    """After reads, a rest as long as they took.
 
     Args:  hurry: True when nobody trains, or waits for what is read: then there are no rests.
     Attributes:  rested_s: of all rests so far.
@@ -56,17 +58,19 @@ class Rests:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._hurry, self._clock, self._sleep = hurry, clock, sleep
-        self.rested_s = 0.0
+        self.rested_s = self._owed_s = 0.0
 
     @contextlib.contextmanager
     def after(self) -> Iterator[None]:
         """Rests when the block, one read, is over."""
         began = self._clock()
         yield
-        if not self._hurry():
-            ended = self._clock()
-            self._sleep(ended - began)
+        ended = self._clock()
+        self._owed_s += ended - began
+        if self._owed_s >= LEAST_REST_S and not self._hurry():
+            self._sleep(self._owed_s)
             self.rested_s += self._clock() - ended
+            self._owed_s = 0.0
 
 
 NO_RESTS = Rests(hurry=lambda: True)

@@ -20,11 +20,12 @@ class Time:
 
     def __init__(self) -> None:
         self.now, self.reads, self.rests = 0.0, 0, list[float]()
+        self.read_s = READ_S
 
     def slow(self, real: Callable[..., int]) -> Callable[..., int]:
         def preadv(fd: int, buffers: Sequence[Any], position: int) -> int:
             self.reads += 1
-            self.now += READ_S
+            self.now += self.read_s
             return real(fd, buffers, position)
 
         return preadv
@@ -54,6 +55,13 @@ def test_it_reads_for_at_most_half_of_the_time(step, time):
     assert time.reads > len(m.files) and time.rests == [READ_S] * time.reads
     assert rests.rested_s == (READ_S + LATE_S) * time.reads
     assert time.now == rests.rested_s + READ_S * time.reads
+
+
+def test_short_rests_are_put_together(step, time):
+    time.read_s = 0.02
+    rests = Rests(clock=lambda: time.now, sleep=time.sleep)
+    assert list(faulty_pieces(step, Snapshot(step).manifest, rests=rests)) == []
+    assert time.rests == [pytest.approx(0.06)] * (time.reads // 3)
 
 
 def test_it_rests_no_more_once_somebody_waits(step, time):
