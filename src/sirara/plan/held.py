@@ -6,7 +6,7 @@
 What blocks keep for backward comes from `memory.py`, asked for a stage of one block and one of two.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,7 @@ from sirara.plan.points import Points, concatenate, pieces_of
 from sirara.pure.families import ModelShape, UnitSpec, unit_specs, with_frozen
 from sirara.pure.groups import ALIGN, Group, flat_groups
 from sirara.pure.recompute import Kinds, kinds_of_blocks
-from sirara.pure.schedule import Schedule, rank_of, schedule
+from sirara.pure.schedule import Schedule, rank_of, schedule, sending_early
 from sirara.pure.simulate import Costs, simulate
 from sirara.pure.tree import Deal, deal
 
@@ -115,6 +115,7 @@ def held(config: RunConfig, shape: ModelShape, point: Points, hardware: Table, c
         played = max(m.pp, played // m.pp * m.pp)
     table = schedule(m.schedule, ranks=m.pp, chunks=m.chunks, microbatches=played)
     alive = simulate(table, Costs.uniform(table.stages)).live_peak
+    owed = simulate(sending_early(table), Costs.uniform(table.stages)).owed_peak
     if m.schedule == "gpipe":
         # All forwards come first, however many there are.
         alive = (dealt.places,) * m.pp
@@ -125,7 +126,9 @@ def held(config: RunConfig, shape: ModelShape, point: Points, hardware: Table, c
         block = _counted(own, block, offloaded=config.offload.activations != "none")
     buffers = buffers_of(dealt, lean=m.zero >= 2, fast=config.numerics == "fast", same=_same(config))
     stages = tuple(
-        _stage(config, rank, split, groups, dealt, buffers, block, alive[rank] / m.chunks)
+        _stage(
+            config, rank, split, groups, dealt, buffers, block, alive[rank] / m.chunks, owed[rank] / m.chunks
+        )
         for rank in range(m.pp)
     )
     here = max(
@@ -160,6 +163,8 @@ class _Block:
     """The embedding's gradient, made when the rest of a microbatch has been let go."""
     boundary: float = 0.0
     libraries: float = 0.0
+    owed: float = 0.0
+    """What its put off weight gradients are made of."""
 
     def kept(self, kinds: Kinds) -> float:
         """Of a block that makes `kinds` again."""
@@ -183,6 +188,7 @@ def _counted(own: OwnBytes, formula: _Block, *, offloaded: bool) -> _Block:
         rows=own.embedding,
         boundary=own.boundary,
         libraries=own.libraries,
+        owed=own.owed,
     )
 
 
@@ -217,6 +223,7 @@ def _stage(
     buffers: Buffers,
     block: _Block,
     alive: float,
+    owed: float,
 ) -> StageMemory:
     m = config.mesh
     mine = [r for stage, r in enumerate(split) if rank_of(m.schedule, m.pp, stage) == rank]
@@ -246,6 +253,8 @@ def _stage(
     kept = _kept(config, counts, block)
     # A sent hidden state is held until the next stage has it, a received gradient while it is used.
     beside = (m.pp > 1) * 2 * block.boundary + here(last) * max(0.0, alive - 1) * block.head
+    # What is owed is kept already where a block is not made again.
+    late = sum(max(0.0, block.owed - block.kept(kinds)) for kinds in _kinds(config, counts))
     return StageMemory(
         rank=rank,
         blocks=blocks,
@@ -255,7 +264,7 @@ def _stage(
         optimizer=optimizer,
         gradients=0 if offloaded else _gradients(config, held_groups, here, dealt, buffers),
         window=_window(config, mine, held_groups, dealt, last) if m.zero >= 3 else 0,
-        activations=alive * (kept + here(0) * block.embedding) + beside,
+        activations=alive * (kept + here(0) * block.embedding) + beside + owed * late,
         loss=block.loss if here(last) else 0.0,
         transient=max(block.working, here(0) * (block.rows - kept)),
         alive=alive,
@@ -265,11 +274,13 @@ def _stage(
 
 def _kept(config: RunConfig, counts: Mapping[int, int], block: _Block) -> float:
     """Bytes that the blocks of a rank keep of one microbatch, stage by stage."""
-    return sum(
-        block.kept(kinds)
-        for stage, blocks in counts.items()
-        for kinds in kinds_of_blocks(config.train.recompute, stage=stage, blocks=blocks)
-    )
+    return sum(block.kept(kinds) for kinds in _kinds(config, counts))
+
+
+def _kinds(config: RunConfig, counts: Mapping[int, int]) -> Iterator[Kinds]:
+    """What each block of a rank makes again."""
+    for stage, blocks in counts.items():
+        yield from kinds_of_blocks(config.train.recompute, stage=stage, blocks=blocks)
 
 
 def _bytes_of(config: RunConfig, group: Group) -> int:

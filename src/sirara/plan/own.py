@@ -40,6 +40,7 @@ class OwnBytes:
     loss: all that the head needs at once.  working: a block's backward beyond what it keeps.
     embedding: the embedding's gradient.  boundary: a hidden state between stages.
     libraries: what the matrix library keeps for itself once it has been used.
+    owed: what a block's weight gradients are made of, where they are put off: inputs and output gradients of matrices.
     """
 
     whole: float
@@ -50,6 +51,7 @@ class OwnBytes:
     embedding: float
     boundary: float
     libraries: float
+    owed: float
 
 
 def own_bytes(config: RunConfig, shape: ModelShape, *, tp: int, weight: int, on_cpu: bool) -> OwnBytes | None:
@@ -90,7 +92,15 @@ def own_bytes(config: RunConfig, shape: ModelShape, *, tp: int, weight: int, on_
         embedding=3 * kept if on_cpu and tp == 1 else vocab * hidden * (wide + weight * (weight != wide)),
         boundary=serial * hidden * weight,
         libraries=on_cpu * _libraries(config, weight),
+        owed=_owed(shape, sizes, tokens, tp, weight),
     )
+
+
+def _owed(shape: ModelShape, sizes: dict[str, float], tokens: float, tp: int, weight: int) -> float:
+    a, k = shape.heads // tp, max(1, shape.kv_heads // tp)
+    inputs = sizes["norm1"] + tokens * a * shape.head_dim * weight + sizes["norm2"] + sizes["act"]
+    products = tokens * (a + 2 * k) * shape.head_dim * weight
+    return inputs + products + sizes["wide"] + 2 * sizes["input"]
 
 
 def _libraries(config: RunConfig, weight: int) -> float:

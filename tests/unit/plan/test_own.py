@@ -12,7 +12,7 @@ from sirara.plan.own import own_bytes
 from sirara.plan.points import pieces_of
 from sirara.pure.recompute import kinds_of_blocks
 from sirara.pure.shape import ModelShape
-from tests.unit.plan.test_measured import config
+from tests.unit.plan.test_measured import SHAPE, config, planned
 
 SEQ = 128
 SHAPES = {
@@ -80,3 +80,17 @@ def test_elsewhere_than_on_the_cpu_the_loss_needs_whole_temporaries_and_no_libra
     there = own_bytes(config(), SHAPES["llama"], tp=1, weight=2, on_cpu=False)
     assert there is not None and there.libraries == 0.0
     assert np.isfinite([there.whole, there.loss, there.working, there.embedding]).all()
+
+
+def test_weight_gradients_that_are_put_off_keep_more_than_blocks_that_are_made_again_do():
+    mesh = {"pp": 2, "dp": 1, "split": [2, 2]}
+    off, at_once = (
+        planned(config(recompute="full", mesh={**mesh, "schedule": name}), None, 2).held.stages[0]
+        for name in ("zb-h1", "gpipe")
+    )
+    own = own_bytes(config(recompute="full", mesh=mesh), SHAPE, tp=1, weight=4, on_cpu=True)
+    assert own is not None
+    # The first stage of gpipe holds four inputs of each of its blocks, that of zb-h1 what is owed of its blocks too.
+    inputs = own.boundary
+    assert at_once.activations == pytest.approx((4 * 2 + 2) * inputs)
+    assert off.activations - 2 * inputs >= 2 * (own.owed - inputs)
