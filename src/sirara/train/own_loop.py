@@ -12,7 +12,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,13 +22,10 @@ from sirara.checkpoint.digest import Digest
 from sirara.checkpoint.export import with_generation_files
 from sirara.checkpoint.find import find
 from sirara.checkpoint.hf import HfReader, hf_config
-from sirara.checkpoint.manager import CheckpointManager, PlannedTensor, State
-from sirara.checkpoint.node_views import open_nodes
-from sirara.checkpoint.object import ObjectTier
+from sirara.checkpoint.manager import PlannedTensor, State
 from sirara.checkpoint.partial import WeightsReport
 from sirara.checkpoint.reader import Snapshot
-from sirara.checkpoint.restore import Restored, Restorer
-from sirara.checkpoint.space import memory_folder
+from sirara.checkpoint.restore import Restored
 from sirara.comm.world import World, connect, connect_axes, disconnect
 from sirara.config.load import model_shape, weights_folder
 from sirara.config.run_folder import RunFolder
@@ -44,6 +40,7 @@ from sirara.pure.families import TensorSpec, init_slice
 from sirara.pure.rng import DropoutKey
 from sirara.train.assemble import assemble, specs_of
 from sirara.train.batch import to_inputs
+from sirara.train.checkpoints import open_manager, read_newest
 from sirara.train.compare import PATIENCE_S, Attempt, Comparison
 from sirara.train.evaluate import evaluate
 from sirara.train.grade import Grade, arithmetic, grade
@@ -52,8 +49,7 @@ from sirara.train.meter import Meter
 from sirara.train.precision import precision_of
 from sirara.train.saving import Saves
 from sirara.train.step import StepResult
-
-_FAULT_BYTES = 400
+from sirara.train.voices import Voices
 
 
 class Trainer:
@@ -99,37 +95,14 @@ class Trainer:
         self._build()
         self._plan: list[PlannedTensor] | None = None
         self._hf: dict[str, bytes] | None = None
-        checkpoint = config.checkpoint
-        self.manager = CheckpointManager(
-            run.checkpoints,
-            # Not the folder's name: a folder may be renamed, or copied.
-            run=str(run.record().get("run", run.id)),
-            rank=self.world.rank,
-            world=self.world.size,
-            node=self.world.node,
-            attempt=attempt,
-            keep_last=checkpoint.keep_last,
-            keep_every=checkpoint.keep_every,
-            ranks_per_node=self.world.local_size,
-            keep_best=checkpoint.keep_best,
-            fence=lambda: run.check_attempt(attempt),
-            deadline_s=timeout_s,
-            tiers=[t.model_copy(update={"every": t.every or checkpoint.every}) for t in checkpoint.tiers],
-            asynchronous=checkpoint.async_,
-            when_busy=checkpoint.when_busy,
-            max_failures=checkpoint.max_failures,
-            retry_s=checkpoint.retry,
-            run_folder=run,
-            log=run.logs(attempt) / f"writer-{self.world.rank:05d}.log",
-            token=str(run.record().get("token", "")),
-            agree=self._gather_bytes,
-        )
+        self._voices = Voices(self.comm, self.device.torch_device)
+        self.manager = open_manager(config, run, attempt=attempt, world=self.world, voices=self._voices)
         self.saves = Saves(
             self,
             self.manager,
             run=run,
-            config=checkpoint,
-            gather=self._gather_bytes,
+            config=config.checkpoint,
+            gather=self._voices.rows,
             speaks=self.world.rank == 0,
         )
         self._arithmetic = arithmetic(
@@ -174,7 +147,14 @@ class Trainer:
         Returns:  the step, and the newer ones that could not be read, each with its reason.
         Raises:   CheckpointError when steps exist but none can be read, or when what was loaded is not what was saved.
         """
-        found = self._read_newest()
+        found = read_newest(
+            self.state,
+            self.manager,
+            config=self.config,
+            run=self.run,
+            world=self.world,
+            voices=self._voices,
+        )
         if found is None:
             self.run.check_nothing_kept()
             self.start()
@@ -226,53 +206,6 @@ class Trainer:
             )
             self.comparison = Comparison(attempt, self.meter.measured)
 
-    def _read_newest(self) -> tuple[Snapshot, Restored] | None:
-        """Fills the state from the newest step that all tiers together hold; None when there is none."""
-        tiers, world, attempt = self.config.checkpoint.tiers, self.world, self.manager.attempt
-        store = next((tier for tier in tiers if tier.tier == "object"), None)
-        with open_nodes(
-            tiers,
-            run=self.manager.run,
-            rank=world.rank,
-            world=world.size,
-            local_size=world.local_size,
-            node=world.node,
-            attempt=attempt,
-            token=str(self.run.record().get("token", "")),
-            memory=memory_folder(tiers, node=world.node),
-            texts=self._texts,
-        ) as nodes:
-            restorer = Restorer(
-                checkpoints=self.run.checkpoints,
-                control=self.run.control,
-                run=self.manager.run,
-                attempt=attempt,
-                rank=world.rank,
-                node=world.node,
-                agree=self._first_fault,
-                texts=self._texts,
-                views=nodes.views,
-                objects=store
-                and ObjectTier(store.url or "", store.options, self.manager.run, attempt=attempt),
-                decode=nodes.decode,
-                leads=world.local_rank == 0,
-            )
-            load = partial(self.state.load, agree=self._first_fault)
-            return restorer.restore(load, distrust=self.manager.distrust)
-
-    def _first_fault(self, fault: str) -> str:
-        """The fault of the first rank that has one: all ranks take the same step."""
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(self._texts(fault)) if text), "")
-
-    def _texts(self, text: str) -> list[str]:
-        """What every rank says, cut after _FAULT_BYTES."""
-        raw = text.encode()[:_FAULT_BYTES]
-        row = torch.zeros(_FAULT_BYTES, dtype=torch.uint8)
-        if raw:
-            row[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        rows = self.comm.gather_rows("agree on the checkpoint", row.to(self.device.torch_device)).cpu()
-        return [bytes(r.tolist()).rstrip(b"\0").decode(errors="replace") for r in rows]
-
     def _drawn(self, spec: TensorSpec, start: int, stop: int) -> torch.Tensor:
         return torch.from_numpy(init_slice(spec, self.config.seed, start, stop))
 
@@ -303,11 +236,11 @@ class Trainer:
             opened = Snapshot(find(source).path(None))
         except (CheckpointError, ConfigError, StorageError) as error:
             fault = error.what
-        fault = self._first_fault(fault)
+        fault = self._voices.first_fault(fault)
         if opened is None or fault:
             raise CheckpointError(f"the weights of {source} cannot be loaded: {fault}", code="SR525")
         report = self.state.load_weights(
-            opened, names=names, strict=strict, grow=grow, agree=self._first_fault
+            opened, names=names, strict=strict, grow=grow, agree=self._voices.first_fault
         )
         self.state.complete()
         return report
@@ -479,11 +412,6 @@ class Trainer:
         if self._plan is None:
             self._plan = self.state.plan()
         return self._plan
-
-    def _gather_bytes(self, row: bytes) -> list[bytes]:
-        tensor = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(self.device.torch_device)
-        rows = self.comm.gather_rows("agree on the save", tensor).cpu()
-        return [bytes(r.tolist()) for r in rows]
 
     def _hf_files(self) -> dict[str, bytes]:
         """What makes the step folder a model that generates: config, tokenizer and their like."""
