@@ -45,7 +45,7 @@ def test_what_a_block_keeps_is_its_whole_less_its_pieces():
     assert (gone > 0).all() and gone[PIECES.index("block")] == max(gone)
 
 
-@pytest.mark.parametrize("gib", [54.5, 56.0, 58.0, 60.0])
+@pytest.mark.parametrize("gib", [55.5, 56.0, 58.0, 60.0])
 def test_each_stage_makes_again_what_it_needs_and_no_more(gib):
     without = planned(gib)
     assert not without.fits
@@ -124,7 +124,7 @@ def test_the_search_takes_it_where_it_is_the_fastest_that_fits():
         gpus=8, pp=(4,), tp=(1,), zero=(1,), micro_batch=(1,), sequence_parallel=(0,),
         recompute=((0, 1.0), (6, 1.0), (NEEDED, 1.0), (64, 1.0)),
     )  # fmt: skip
-    found = search(config(numerics="fast"), SHAPE, ceiling(29), space)
+    found = search(config(numerics="fast"), SHAPE, ceiling(30), space)
     assert found.best_now is not None and found.best_now.fits
     again = found.best_now.config.train.recompute
     assert isinstance(again, list) and len(again) == 4
