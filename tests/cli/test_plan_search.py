@@ -109,6 +109,39 @@ def test_what_if_is_answered_beside_the_plan(config: Path):
     assert not recipe["error"] and recipe["runs_now"] and recipe["device_bytes"] > 0
 
 
+def test_a_change_is_answered_by_the_plan_of_the_same_command_with_it(config: Path):
+    asked = [
+        "mesh.dp=8",
+        "gpu=h100-sxm",
+        "model.preset=llama2-13b mesh.zero=3",
+        "mesh.tp=2",
+        "gpus=0",
+        "gpu=none-such",
+    ]
+    words = [w for a in asked for w in ("--what-if", a)]
+    text = plan(config, "--gpu", "a100-80gb", "--json", *words).stdout
+    assert "NaN" not in text
+    found = json.loads(text)
+    same, faster, larger, cut, none, unknown = found["what_if"]
+    assert same["step_s"] == found["time"]["step_s"]
+    assert same["device_bytes"] == found["memory"]["device_bytes"]
+    for change, keys in (
+        (faster, ["--gpu", "h100-sxm"]),
+        (larger, ["model.preset=llama2-13b", "mesh.zero=3"]),
+        (cut, ["mesh={tp: 2, dp: 4, zero: 1, block: 1}"]),
+    ):
+        alone = json.loads(plan(config, "--gpu", "a100-80gb", *keys, "--json").stdout)
+        assert change["step_s"] == alone["time"]["step_s"], change
+        assert change["device_bytes"] == alone["memory"]["device_bytes"], change
+    assert larger["step_s"] > 1.5 * same["step_s"]
+    assert "no number of devices" in none["error"] and "none-such" in unknown["error"]
+
+
+def test_what_does_not_fit_on_unlike_nodes_is_not_sent_to_nodes_of_the_first_kind(config: Path):
+    words = ("--gpu", "a100-80gb:4+v100-16gb:4", "--train.precision=fp32")
+    assert "gpus=" not in plan(config, *words, code=3).output
+
+
 def test_unlike_nodes_are_told_which_stages_to_take(config: Path):
     words = ("--gpu", "a100-80gb:4+h100-sxm:4", "--mesh.pp=2", "--mesh.dp=auto", "--mesh.tp=1")
     found = json.loads(plan(config, *words, "--json").stdout)["unlike_nodes"]
@@ -171,3 +204,34 @@ def test_a_machine_of_ones_own_is_a_file(config: Path, tmp_path: Path):
 def test_devices_that_the_mesh_does_not_ask_for_are_refused(config: Path):
     result = plan(config, "--gpus", 12, code=2)
     assert "SR216" in result.output and "--search" in result.output
+
+
+def test_devices_that_leave_a_node_part_empty_are_planned_as_they_are(config: Path):
+    for words in (("mesh.dp=12",), ("mesh.dp=12", "--gpus", 12), ("mesh.dp=auto", "--gpus", 12)):
+        text = plan(config, "--gpu", "a100-80gb", "--train.global_batch=48", *words).stdout
+        assert "12 x a100-80gb, 6 per node" in text and "dp 12" in text
+    assert "--gpus 16" in plan(config, "--gpus", 13, "mesh.dp=13", "--train.global_batch=52", code=2).output
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--price", -3], "--price"),
+        (["--price", "nan"], "--price"),
+        (["--mtbf", 0], "--mtbf"),
+        (["--mtbf", "nan"], "--mtbf"),
+        (["--ceiling", "much"], "needs a number and a unit"),
+        (["--ceiling", "0GiB"], "--ceiling"),
+        (["--gpu", "h100-sxm:many"], "how many of each"),
+        (["--gpu", "a100-80gb:0+h100-sxm:8"], "how many of each"),
+        (["--gpu", "a100-80gb:4+h100-sxm:4", "--gpus", 16], "is 8 devices, not 16"),
+        (["--gpu", "h100-sxm:16"], "the mesh asks for 8"),
+        (["--objective", "cost"], "--search"),
+        (["--search", "--what-if", "mesh.zero=2"], "--what-if"),
+        (["--png", "plan.bmp"], ".png"),
+        (["--html", "no-such-folder/plan.html"], "cannot be written"),
+    ],
+)
+def test_an_option_that_says_nothing_is_refused(config: Path, words: list[object], says: str):
+    result = plan(config, *words, code=2)
+    assert "error[SR21" in result.output and says in result.output

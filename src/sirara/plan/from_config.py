@@ -70,6 +70,8 @@ def cluster_of(
 ) -> Cluster:
     """The machines that were asked for; what is left out follows from the accelerator.
 
+    Devices that leave a node of the usual size part empty are shared out over equal, smaller nodes: 12 are 2 x 6.
+
     Raises:  ConfigError for devices that do not fill whole nodes.
     """
     most = per_node or {72: 4, 8960: 4}.get(accelerator.domain, min(16, accelerator.domain))
@@ -82,9 +84,18 @@ def cluster_of(
                 try_=[f"--gpus {gpus // nodes * nodes or nodes}", "leave --nodes out"],
             )  # fmt: skip
         return Cluster(accelerator=accelerator, per_node=gpus // nodes, nodes=nodes)
-    if gpus < most:
-        return Cluster(accelerator=accelerator, per_node=gpus, nodes=1)
-    return Cluster(accelerator=accelerator, per_node=most, nodes=-(-gpus // most))
+    each = most if per_node and gpus >= per_node else even_nodes(gpus, most)
+    if each * 2 < min(gpus, most):
+        raise ConfigError(
+            f"{gpus} devices do not fill equal nodes of at most {most}", code="SR216", where="--gpus",
+            try_=[f"--gpus {-(-gpus // most) * most}", f"--nodes {gpus // each}"],
+        )  # fmt: skip
+    return Cluster(accelerator=accelerator, per_node=each, nodes=-(-gpus // each))
+
+
+def even_nodes(gpus: int, most: int) -> int:
+    """Devices of a node, at most so many, where all nodes have as many."""
+    return next(n for n in range(min(gpus, most), 0, -1) if gpus % n == 0)
 
 
 def degree_of_dp(config: RunConfig, gpus: int | None) -> int:

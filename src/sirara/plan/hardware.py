@@ -3,12 +3,13 @@
 Everything here is in SI units: bytes, bytes per second, FLOPs per second.  `hardware.yaml` carries the named sources.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import yaml
@@ -186,7 +187,12 @@ def load(name: str | Path) -> Accelerator:
         return find(str(name))
     if not path.is_file():
         raise ConfigError(f"{path} is not a file", code="SR211", where="hardware")
-    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is no YAML", code="SR211", where="hardware", why=str(error).splitlines()[0]
+        ) from error
     if isinstance(data, dict) and "sirara_profile" in data:
         # A measured profile (profile.py) has an accelerator in it.
         data = data.get("accelerator")
@@ -211,8 +217,13 @@ def _parse(data: Any, known: Mapping[str, Accelerator], where: str) -> dict[str,
         raise ConfigError("a table of accelerators was expected", code="SR211", where=where)
     rows: dict[str, dict[str, Any]] = {}
     found: dict[str, Accelerator] = {}
-    for name, row in data.items():
-        strange = sorted(set(row) - _FIELDS)
+    for key, row in data.items():
+        name = str(key)
+        if not isinstance(row, dict):
+            raise ConfigError(
+                f"{name}: keys and values were expected, not {row!r}", code="SR211", where=where
+            )
+        strange = sorted(set(map(str, row)) - _FIELDS)
         if strange:
             raise ConfigError(
                 f"{name}: unknown keys {', '.join(strange)}", code="SR211", where=where, try_=sorted(_FIELDS)
@@ -223,7 +234,10 @@ def _parse(data: Any, known: Mapping[str, Accelerator], where: str) -> dict[str,
         elif base is not None and base in known:
             row = {**_row_of(known[base]), **row}
         elif base is not None:
-            raise ConfigError(f"{name} is like {base}, which is not known", code="SR211", where=where)
+            raise ConfigError(
+                f"{name} is like {base}, which is not known", code="SR211", where=where,
+                try_=[f"one of {', '.join(known)}"] if known else [],
+            )  # fmt: skip
         rows[name] = row
         found[name] = _accelerator(name, row, where)
     return found
@@ -251,11 +265,42 @@ def _row_of(a: Accelerator) -> dict[str, Any]:
     }
 
 
+_SHARES = {"achievable", "achievable8", "grouped", "attention", "hbm_achievable"}
+_COUNTS = {"domain", "units"}
+_MAY_BE_NONE = {"overhead"}
+
+
+def _check(name: str, row: Mapping[str, Any], where: str) -> None:
+    """Raises:  ConfigError SR211 for a value that is no quantity of its kind."""
+
+    def say(key: str, value: Any, wanted: str) -> NoReturn:
+        raise ConfigError(f"{name}: {key} is {value!r}, not {wanted}", code="SR211", where=where)
+
+    peak = row["peak"]
+    if not isinstance(peak, dict) or not peak or set(peak) - set(DTYPES):
+        say("peak", peak, f"TFLOP/s by dtype, of {', '.join(DTYPES)}")
+    if "attention" in row and not (isinstance(row["attention"], list) and len(row["attention"]) == 2):
+        say("attention", row["attention"], "two shares")
+    numbers = {key: [row[key]] for key in row.keys() - {"names", "like", "sources", "peak", "attention"}}
+    for key, values in {**numbers, "peak": peak.values(), "attention": row.get("attention", ())}.items():
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                say(key, value, "a number")
+            if value < 0 or (value == 0 and key not in _MAY_BE_NONE):
+                say(key, value, "more than 0")
+            # Shares that were measured pass 1 a little, percentages by far.
+            if key in _SHARES and value > 2:
+                say(key, value, "a share, such as 0.8")
+            if key in _COUNTS and value != int(value):
+                say(key, value, "a whole number")
+
+
 def _accelerator(name: str, row: Mapping[str, Any], where: str) -> Accelerator:
     needed = {"peak", "achievable", "hbm", "hbm_per_s", "up", "domain", "out", "host", "units"}
     missing = sorted(needed - set(row))
     if missing:
         raise ConfigError(f"{name} does not say {', '.join(missing)}", code="SR211", where=where)
+    _check(name, row, where)
     plain, tuned = row.get("attention", [0.35, 0.35])
     return Accelerator(
         name=name,

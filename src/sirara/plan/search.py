@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from sirara.config.schema import RunConfig
 from sirara.errors import PlanError, SiraraError
 from sirara.plan.exact import counted
-from sirara.plan.from_config import Columns, as_points, model_columns
+from sirara.plan.from_config import Columns, as_points, even_nodes, model_columns
 from sirara.plan.layouts import (
     NEEDED,
     WHY,
@@ -495,5 +495,5 @@ def _nothing(table: _Table, setting: Setting) -> PlanError:
 def smaller(setting: Setting, gpus: int) -> Setting:
     """The same machines, fewer of them."""
     cluster = setting.cluster
-    per_node = min(cluster.per_node, gpus)
-    return replace(setting, cluster=replace(cluster, per_node=per_node, nodes=-(-gpus // per_node)))
+    per_node = even_nodes(gpus, cluster.per_node)
+    return replace(setting, cluster=replace(cluster, per_node=per_node, nodes=gpus // per_node))

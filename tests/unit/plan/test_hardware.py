@@ -58,6 +58,16 @@ def test_users_accelerator_takes_what_it_does_not_say_from_the_one_it_is_like(tm
         ("mine:\n  hbm: 80\n", "achievable"),
         ("a:\n  like: h100-sxm\nb:\n  like: h100-sxm\n", "2 accelerators"),
         ("[]", "table"),
+        ("mine: [", "no YAML"),
+        ("mine: fast\n", "keys and values"),
+        ("mine: {like: h100-sxm, hbm: lots}\n", "hbm is 'lots'"),
+        ("mine: {like: h100-sxm, hbm: -80}\n", "more than 0"),
+        ("mine: {like: h100-sxm, hbm: .nan}\n", "not a number"),
+        ("mine: {like: h100-sxm, achievable: 80}\n", "a share"),
+        ("mine: {like: h100-sxm, domain: 0}\n", "domain is 0"),
+        ("mine: {like: h100-sxm, peak: 989}\n", "by dtype"),
+        ("mine: {like: h100-sxm, peak: {bf17: 989}}\n", "by dtype"),
+        ("mine: {like: h100-sxm, attention: 0.5}\n", "two shares"),
     ],
 )
 def test_mistake_in_a_users_accelerator_is_named(tmp_path, text, says):
