@@ -150,6 +150,11 @@ def test_unlike_nodes_are_told_which_stages_to_take(config: Path):
     assert "split: [" in staged["overrides"][0] and "unlike nodes" in plan(config, *words).stdout
 
 
+def test_unlike_nodes_that_no_mesh_deals_out_are_told_why(config: Path):
+    text = plan(config, "--gpu", "a100-80gb:3+h100-sxm:5", "mesh={pp: 4, dp: 2, zero: 1}").stdout
+    assert "no way to deal them out" in text and "a stage is 2 devices" in text
+
+
 def test_money_and_goodput_follow_price_and_failures(config: Path):
     cheap = json.loads(plan(config, "--gpu", "a100-80gb", "--price", 1, "--json").stdout)
     dear = json.loads(plan(config, "--gpu", "a100-80gb", "--price", 3, "--mtbf", 50, "--json").stdout)
@@ -235,3 +240,11 @@ def test_devices_that_leave_a_node_part_empty_are_planned_as_they_are(config: Pa
 def test_an_option_that_says_nothing_is_refused(config: Path, words: list[object], says: str):
     result = plan(config, *words, code=2)
     assert "error[SR21" in result.output and says in result.output
+
+
+def test_a_precision_that_an_accelerator_has_no_units_for_is_said(config: Path):
+    assert "v100-32gb has no units for bf16: the rate of fp16" in plan(
+        config, "--gpu", "v100-32gb", "mesh={dp: 8, zero: 3}"
+    ).stdout  # fmt: skip
+    assert "no units" not in plan(config, "--gpu", "a100-80gb").stdout
+    assert "cannot compute in fp64" in plan(config, "--gpu", "tpu-v5p", "train.precision=fp64", code=2).output

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sirara.train.meter import FACTS
 from tests.parity import layouts
 from tests.parity.layouts import (
     PLAIN,
@@ -35,6 +36,8 @@ LAYOUTS: dict[str, Row] = {
     "tp 4": {"tp": 4, "family": "llama, 2 kv heads"},
     "tp 2, heads": {"tp": 2, "family": "qwen3"},
 }
+LOSSES = 3 + len(FACTS)
+"""Where losses begin in the row by which ranks agree on a step (train/agree.py)."""
 CHECKS = {
     "dp: compare replicas",
     "copies: compare replicas",
@@ -116,10 +119,10 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
         for what in ("microbatch 0", "microbatch 3")
     ),
     # scalars: losses, norm sums
-    ("pp 2, dp 2, zero 0", {"kind": "world: agree on the step", "columns": (3, 5), "but": 0}),
-    ("dp 3, zero 1", {"kind": "world: agree on the step", "columns": (3, 4), "but": 1}),
-    ("dp 3, zero 1", {"kind": "world: agree on the step", "columns": (5, 1000), "but": 1}),
-    ("tp 2", {"kind": "world: agree on the step", "columns": (7, 1000), "but": 0}),
+    ("pp 2, dp 2, zero 0", {"kind": "world: agree on the step", "columns": (LOSSES, LOSSES + 2), "but": 0}),
+    ("dp 3, zero 1", {"kind": "world: agree on the step", "columns": (LOSSES, LOSSES + 1), "but": 1}),
+    ("dp 3, zero 1", {"kind": "world: agree on the step", "columns": (LOSSES + 2, 1000), "but": 1}),
+    ("tp 2", {"kind": "world: agree on the step", "columns": (LOSSES + 4, 1000), "but": 0}),
     ("dp 3, zero 1", {"kind": "world: evaluate"}),
     ("dp 3, zero 1", {"kind": "world: state digest"}),
     # matrices of Muon

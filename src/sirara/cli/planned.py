@@ -1,38 +1,29 @@
 """What `sirara plan` does without --trace: from files and words to a plan, and to text, JSON and pictures."""
 
-import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
+from sirara.cli.machines import Wanted, setting_of, stand_ins
 from sirara.cli.options import say_json
 from sirara.config.load import Loaded, load, model_shape
 from sirara.config.schema import RunConfig
-from sirara.config.units import parse_size_bytes
 from sirara.data.sources import tokenizer_of
 from sirara.errors import ConfigError, PlanError, SiraraError
-from sirara.launch.local import count_gpus
-from sirara.plan.constants import fitted
 from sirara.plan.explain import SOURCES, changes_text, text
 from sirara.plan.explain_search import search_record, search_text
 from sirara.plan.from_config import cluster_of, degree_of_dp
-from sirara.plan.goodput import Reliability
-from sirara.plan.hardware import load as load_accelerator
-from sirara.plan.hardware import table
 from sirara.plan.layouts import whole_space
 from sirara.plan.page import as_html
-from sirara.plan.profile import Here, here, is_profile, of_profile, read
 from sirara.plan.search import Found, search, smaller
-from sirara.plan.unlike import arranged_text, arrangements, searched
+from sirara.plan.unlike import arranged_text, arrangements, searched, why_none
 from sirara.plan.verdict import Change, Plan, Setting, nearest, plan, refusal
 from sirara.pure.families import ModelShape
-
-DEFAULT_GPU, HERE = "h100-sxm", "here"
 
 
 def shape_on_paper(config: RunConfig) -> ModelShape:
@@ -41,18 +32,6 @@ def shape_on_paper(config: RunConfig) -> ModelShape:
     given = model.preset is not None or model.from_ is not None
     asks = model.vocab == "tokenizer" or (model.vocab is None and not given)
     return model_shape(config, tokenizer_of(config.data)[1] if asks else None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What the command line says of machines and money; None: nothing."""
-
-    gpus: int | None
-    gpu: str | None
-    nodes: int | None
-    price: float | None
-    mtbf: float | None
-    ceiling: str | None
 
 
 def planned(
@@ -79,7 +58,8 @@ def planned(
     wanted = Wanted(gpus=gpus, gpu=gpu, nodes=nodes, price=price, mtbf=mtbf, ceiling=ceiling)
     loaded = load(path, words, os.environ, on_paper=True)
     shape = shape_on_paper(loaded.config)
-    setting, assumed = _setting(loaded, wanted)
+    setting, assumed = setting_of(loaded, wanted)
+    assumed += stand_ins(setting.table, loaded.config.train.precision)
     searching = searching or loaded.auto
     if what_if and searching:
         raise ConfigError(
@@ -120,8 +100,8 @@ def planned(
         click.echo(text(found, assumed=assumed))
         if changes:
             click.echo("\n" + changes_text(found, changes, "what if"))
-        if ways:
-            click.echo("\n" + arranged_text(ways))
+        if setting.counts:
+            click.echo("\n" + arranged_text(ways, why_none(found)))
     _write(found, assumed, html_file, png_file)
     if not found.fits and not any(way.fits and way.runs for way in ways):
         raise refusal(found, _near(found, path, words))
@@ -174,79 +154,6 @@ def _searched(
     _write(best.best_now or best.best, assumed, html_file, png_file)
 
 
-def _setting(loaded: Loaded, wanted: Wanted) -> tuple[Setting, list[str]]:
-    gpu, gpus, nodes = wanted.gpu, wanted.gpus, wanted.nodes
-    assumed = [] if gpu else [f"{DEFAULT_GPU} (--gpu)"]
-    names = [part.partition(":") for part in (gpu or DEFAULT_GPU).split("+")]
-    profile, note = _profile(gpu, loaded)
-    assumed += [note] if note else []
-    kinds = [profile.accelerator if profile else load_accelerator(name) for name, _, _ in names]
-    accelerator, counts = kinds[0], tuple(int(n) for _, _, n in names if n.isdecimal() and int(n))
-    if len(counts) != len(kinds) and (len(kinds) > 1 or names[0][1]):
-        raise ConfigError(
-            f"--gpu {gpu} does not say how many of each", code="SR216", where="--gpu",
-            try_=["+".join(f"{k.name}:64" for k in kinds)],
-        )  # fmt: skip
-    if counts:
-        if gpus not in (None, sum(counts)):
-            raise ConfigError(
-                f"--gpu {gpu} is {sum(counts)} devices, not {gpus}", code="SR216", where="--gpu, --gpus",
-                try_=["leave --gpus out"],
-            )  # fmt: skip
-        gpus = sum(counts)
-    m, config = loaded.config.mesh, loaded.config
-    if gpus is None and nodes is not None:
-        gpus = cluster_of(accelerator, nodes=nodes).gpus
-    if gpus is None:
-        gpus = degree_of_dp(config, None) * m.pp * m.cp * m.tp
-        if m.dp == "auto" and config.launch.nproc == "auto":
-            assumed.append(f"{gpus} devices (--gpus)")
-    price, mtbf = _positive("--price", wanted.price, or_none=True), _positive("--mtbf", wanted.mtbf)
-    setting = Setting(
-        cluster=cluster_of(accelerator, gpus=gpus, nodes=nodes),
-        table=table(kinds),
-        counts=counts if len(kinds) > 1 else (),
-        constants=fitted(),
-        price_per_hour=price,
-        reliability=Reliability() if mtbf is None else Reliability(gpu_hours_per_failure=mtbf),
-        ceiling_bytes=_ceiling(wanted.ceiling),
-        profile=None if profile is None else profile.profile,
-    )
-    return setting, assumed
-
-
-def _positive(option: str, value: float | None, *, or_none: bool = False) -> float | None:
-    """The value of an option that is a quantity; or_none: 0 is one too."""
-    if value is None or (math.isfinite(value) and (value > 0 or (or_none and value == 0))):
-        return value
-    raise ConfigError(f"{option} {value:g} is not a quantity", code="SR216", where=option)
-
-
-def _ceiling(text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        size = parse_size_bytes(text)
-    except ValueError as error:
-        raise ConfigError(f"--ceiling {text} {error}", code="SR216", where="--ceiling") from error
-    return _positive("--ceiling", float(size))
-
-
-def _profile(gpu: str | None, loaded: Loaded) -> tuple[Here | None, str]:
-    """(what is measured of the accelerator that was asked for, in words) for `here` and the file of a profile."""
-    launch, mesh = loaded.config.launch, loaded.config.mesh
-    workers = launch.nproc if isinstance(launch.nproc, int) else mesh.pp * mesh.cp * mesh.tp
-    workers = max(workers, mesh.pp * mesh.cp * mesh.tp * (mesh.dp if isinstance(mesh.dp, int) else 1))
-    if gpu == HERE:
-        found = here("cuda" if count_gpus(os.environ) else "cpu", workers=workers // launch.nodes)
-        return found, f"this machine: {found.why}"
-    path = Path(gpu or "")
-    if path.suffix in (".yaml", ".yml") and path.is_file() and is_profile(path):
-        known = of_profile(read(path), workers=workers // launch.nodes)
-        return known, f"the machine of {path}: {known.why}"
-    return None, ""
-
-
 def neighbours(found: Plan) -> list[str]:
     """Overrides near a plan, that need less memory; several keys of one change are joined by a blank."""
     c, m, t = found.config, found.config.mesh, found.config.train
@@ -292,8 +199,9 @@ def _what_if(found: Plan, wanted: Wanted, path: str, words: Sequence[str], chang
             wanted, gpus=gpus, gpu=machine.get("gpu", wanted.gpu), nodes=None if machine else wanted.nodes
         )
         loaded = load(path, [*words, *_freed(keys), *rest], os.environ, on_paper=True)
-        setting, _ = _setting(loaded, other)
+        setting, _ = setting_of(loaded, other)
         config = loaded.config
+        stand_ins(setting.table, config.train.precision)
         there = plan(config, shape_on_paper(config), setting, dp=degree_of_dp(config, setting.cluster.gpus))
     except SiraraError as error:
         return nearest(found, [(change, error.what, 0)])[0]

@@ -8,6 +8,7 @@ What blocks keep for backward comes from `memory.py`, asked for a stage of one b
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,9 +114,7 @@ def held(config: RunConfig, shape: ModelShape, point: Points, hardware: Table, c
     played = min(dealt.places, MOST_SIMULATED * m.stages)
     if m.schedule == "interleaved" and dealt.places % m.pp == 0:
         played = max(m.pp, played // m.pp * m.pp)
-    table = schedule(m.schedule, ranks=m.pp, chunks=m.chunks, microbatches=played)
-    alive = simulate(table, Costs.uniform(table.stages)).live_peak
-    owed = simulate(sending_early(table), Costs.uniform(table.stages)).owed_peak
+    table, alive, owed = _on_the_clock(m.schedule, m.pp, m.chunks, played)
     if m.schedule == "gpipe":
         # All forwards come first, however many there are.
         alive = (dealt.places,) * m.pp
@@ -135,6 +134,19 @@ def held(config: RunConfig, shape: ModelShape, point: Points, hardware: Table, c
         sum(g.numel for g in groups if any(u.unit in r for u in g.uses for r in s.units)) for s in stages
     )
     return Held(stages=stages, deal=dealt, table=table, places=dealt.places, parameters=here)
+
+
+@lru_cache(maxsize=64)
+def _on_the_clock(
+    name: str, ranks: int, chunks: int, microbatches: int
+) -> tuple[Schedule, tuple[int, ...], tuple[int, ...]]:
+    """(table, microbatches alive at once, weight gradients put off at once), by rank.
+
+    Kept: splits, blocks of microbatches and ZeRO stages that are tried one after another have the same one.
+    """
+    table = schedule(name, ranks=ranks, chunks=chunks, microbatches=microbatches)
+    costs = Costs.uniform(table.stages)
+    return table, simulate(table, costs).live_peak, simulate(sending_early(table), costs).owed_peak
 
 
 def specs_of(config: RunConfig, shape: ModelShape) -> tuple[UnitSpec, ...]:

@@ -93,9 +93,24 @@ def searched(config: RunConfig, shape: ModelShape, setting: Setting) -> list[tup
     return sorted(ways, key=lambda w: (not w[1].fits, not w[1].runs, w[1].step_s))
 
 
-def arranged_text(ways: Sequence[Arranged]) -> str:
-    """For a terminal."""
+def why_none(found: Plan) -> str:
+    """Why a mesh uses the nodes in no way that `stages` and `replicas` stand for, and is planned as if all were of
+    the slowest kind."""
+    counts, m, gpus = found.setting.counts, found.config.mesh, sum(found.setting.counts)
+    stages = (
+        f"{m.schedule} has {m.chunks} stages to a rank, and one is needed"
+        if m.chunks > 1
+        else f"a stage is {gpus // m.pp:,} devices, and not every kind has whole stages"
+    )
+    held, ranks = " + ".join(f"{n:,}" for n in counts), gpus // int(found.point.dp[0])
+    return f"{held} devices: {stages}; a data-parallel rank is {ranks:,}, and not every kind has whole ones"
+
+
+def arranged_text(ways: Sequence[Arranged], why: str = "") -> str:
+    """For a terminal.  why: said where there is no way."""
     lines = ["unlike nodes"]
+    if not ways:
+        lines.append(f"  no way to deal them out; planned as if all were the slowest kind ({why})")
     for way in ways:
         verdict = "fits" if way.fits else "does not fit"
         lines.append(
