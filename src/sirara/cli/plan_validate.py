@@ -69,7 +69,9 @@ def _text(v: Validation) -> list[str]:
         f" {'n':>6}{'mean':>8}{'max':>7}",
     ]
     lines += [_line(r) for r in v.reports]
-    lines += ["", f"all sweeps: tau {v.tau:.2f}, regret of the first choice {v.regret:.1%}"]
+    swept = any(r.sweeps for r in v.reports)
+    ranked = f"tau {v.tau:.2f}, regret of the first choice {v.regret:.1%}" if swept else "none"
+    lines += ["", f"all sweeps: {ranked}"]
     wrong = ", ".join(v.wrong_labels) or "none"
     lines.append(f"fits or not: {v.labels} rows say, wrong: {wrong}")
     reasons: dict[tuple[str, str], list[str]] = {}

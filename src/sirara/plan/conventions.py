@@ -80,6 +80,10 @@ def _stated(row: Mapping[str, str]) -> None:
         text = row.get(key)
         if text and not (1 if key in _NEEDED else 0) <= number(text) < float("inf"):
             raise Refused(f"{key} is {text!r}")
+    for key in ("step_time_s", "memory"):
+        text = row.get(key)
+        if text and not 0 < number(text) < float("inf"):
+            raise Refused(f"{key} is {text!r}")
     for key, known in _KNOWN.items():
         text = (row.get(key) or "").strip().lower()
         if text and not re.fullmatch(known, text, re.DOTALL):

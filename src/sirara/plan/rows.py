@@ -54,15 +54,24 @@ class Rows:
 
 
 def read(path: str | Path) -> Rows:
-    """The rows of a CSV with the columns of planner_rows.csv.  Raises: ConfigError SR213 for a file without them."""
+    """The rows of a CSV with the columns of planner_rows.csv.
+
+    Raises:  ConfigError SR213 for a file without them, or without rows.
+    """
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"{file} is not a file", code="SR213", where="plan validate")
-    with file.open(newline="", encoding="utf-8") as stream:
-        rows = list(csv.DictReader(stream))
-    missing = sorted({"layers", "hidden", "gpus", "gpu_type", "step_time_s"} - set(rows[0] if rows else ()))
+    try:
+        with file.open(newline="", encoding="utf-8") as stream:
+            table = csv.DictReader(stream)
+            rows, columns = list(table), set(table.fieldnames or ())
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{file} is no CSV", code="SR213", where="plan validate", why=str(error)) from error
+    missing = sorted({"layers", "hidden", "gpus", "gpu_type", "step_time_s"} - columns)
     if missing:
         raise ConfigError(f"{file} has no column {', '.join(missing)}", code="SR213", where="plan validate")
+    if not rows:
+        raise ConfigError(f"{file} has no rows", code="SR213", where="plan validate")
     return from_records(rows)
 
 

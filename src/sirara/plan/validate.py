@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from sirara.errors import ConfigError
 from sirara.plan.constants import Constants
 from sirara.plan.cost import step_time
 from sirara.plan.fit import fit
@@ -166,7 +167,7 @@ def validate(
         for i in range(len(rows))
     ]
     swept = [r for r in reports if r.sweeps]
-    count = max(1, sum(r.sweeps for r in swept))
+    count = sum(r.sweeps for r in swept) or float("nan")
     return Validation(
         reports=tuple(reports),
         rows=tuple(each),
@@ -197,12 +198,20 @@ def part_of(rows: Rows, i: int) -> str:
 
 
 def left_out(rows: Rows, points: Points, hardware: Table, start: Constants) -> Floats:
-    """Step times [n], each from constants fitted to the other projects' rows."""
+    """Step times [n], each from constants fitted to the other projects' rows.
+
+    Raises:  ConfigError SR213 for a project beside which nothing is measured.
+    """
     projects = np.array([project(s) for s in rows.sources])
     measured = ~np.isnan(rows.step_s)
     predicted = np.full(len(rows), np.nan)
     for name in dict.fromkeys(projects.tolist()):
         train = measured & (projects != name)
+        if not train.any():
+            raise ConfigError(
+                f"without {name or 'the rows that name no source'} no step time is left to fit constants to",
+                code="SR213", where="--leave-source-out", try_=["rows of other projects", "without the option"],
+            )  # fmt: skip
         groups = [rows.sources[i] for i in np.flatnonzero(train)]
         found = fit(points.take(train), rows.step_s[train], groups, hardware, start).constants
         mine = projects == name

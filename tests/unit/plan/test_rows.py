@@ -139,3 +139,23 @@ def test_row_of_an_old_program_that_does_not_state_recompute_is_taken_as_full_an
     rows = one(BLOOM, recompute="")
     assert rows.points.recompute[0] == Recompute.FULL and not rows.open_recompute[0]
     assert rows.assumed[0] == ("full recompute, as its program was used",)
+
+
+@pytest.mark.parametrize("key", ["step_time_s", "memory"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "fast"])
+def test_a_measurement_that_is_none_is_refused(key, value):
+    rows = one(TITAN, **{key: value})
+    assert len(rows) == 0 and rows.refused[0].reason == f"{key} is {value!r}"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"\xff\xfe\x00", "no CSV"), (b"", "no column"), (b"a,b\n1,2\n", "no column"),
+     (b"layers,hidden,gpus,gpu_type,step_time_s\n", "no rows")],
+)  # fmt: skip
+def test_a_file_without_runs_is_refused(tmp_path, content, says):
+    file = tmp_path / "rows.csv"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=says) as error:
+        read(file)
+    assert error.value.code == "SR213"

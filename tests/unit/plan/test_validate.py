@@ -125,6 +125,9 @@ def test_command_prints_tables_and_json(tmp_path):
     said = json.loads(CliRunner().invoke(cli, ["plan", "validate", str(file), "--json"]).output)
     assert said["sources"][0]["time"]["n"] == 1 and said["refused"][0]["id"] == "8"
     assert said["rows"][0]["memory_bytes"] is None
+    assert "all sweeps: none" in run.output and said["tau"] is None
+    alone = CliRunner().invoke(cli, ["plan", "validate", str(file), "--leave-source-out"])
+    assert alone.exit_code == 2 and "without Alpha no step time is left" in alone.output
 
 
 @published
