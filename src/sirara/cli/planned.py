@@ -15,7 +15,7 @@ from sirara.config.load import Loaded, load, model_shape
 from sirara.config.schema import RunConfig
 from sirara.data.sources import tokenizer_of
 from sirara.errors import ConfigError, PlanError, SiraraError
-from sirara.plan.explain import SOURCES, changes_text, text
+from sirara.plan.explain import SOURCES, changes_text, hours, text
 from sirara.plan.explain_search import search_record, search_text
 from sirara.plan.from_config import cluster_of, degree_of_dp
 from sirara.plan.layouts import whole_space
@@ -147,7 +147,7 @@ def _searched(
         if len(found) > 1:
             click.echo(
                 "\ndevices"
-                + "".join(f"\n  {f.best.gpus:>7,}  {f.best.gpu_hours:>14,.0f} device hours" for f in found)
+                + "".join(f"\n  {f.best.gpus:>7,}  {hours(f.best.gpu_hours):>14} device hours" for f in found)
             )
         if ways:
             click.echo("\n" + arranged_text(ways))

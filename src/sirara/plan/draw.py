@@ -41,6 +41,7 @@ def _memory(ax: Axes, plan: Plan) -> None:
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     ax.axvline(plan.setting.capacity_bytes / GIB, color="red", label="capacity")
     ax.invert_yaxis()
+    ax.set_yticks(ranks[:: max(1, len(ranks) // 16)])
     ax.set(xlabel="GiB per device", ylabel="stage")
     ax.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.35))
 

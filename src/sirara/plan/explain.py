@@ -232,7 +232,7 @@ def _saves(plan: Plan) -> Iterator[str]:
     s, g = plan.saves, plan.goodput
     tiers = ", ".join(f"{name} {duration(t)}" for name, t in s.tiers.items())
     yield (
-        f"checkpoint {s.bytes / 1e9:,.1f} GB in about {s.files} files; durable on {tiers}; "
+        f"checkpoint {_sized(s.bytes)} in about {s.files} files; durable on {tiers}; "
         f"training waits {duration(s.stall_s)}"
     )
     every = (
@@ -243,12 +243,25 @@ def _saves(plan: Plan) -> Iterator[str]:
         f"goodput {g.ratio:.1%} {every}: a failure each {duration(g.failures_s)}, restart {duration(g.restart_s)}; "
         f"best checkpoint.every={steps} ({duration(g.best_s)}): {g.best_ratio:.1%}"
     )
-    money = "" if plan.money is None else f", {plan.money:,.0f} at {plan.setting.price_per_hour:g} an hour"
+    money = "" if plan.money is None else f", {hours(plan.money)} at {plan.setting.price_per_hour:g} an hour"
     tokens = plan.config.train.steps * plan.config.train.global_batch * plan.config.data.seq_len
     yield (
-        f"run of {plan.config.train.steps:,} steps, {tokens / 1e9:,.1f} B tokens: {duration(plan.run_s)}, "
-        f"{plan.gpu_hours:,.0f} device hours{money}"
+        f"run of {plan.config.train.steps:,} steps, {_counted(tokens)} tokens: {duration(plan.run_s)}, "
+        f"{hours(plan.gpu_hours)} device hours{money}"
     )
+
+
+def _sized(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
+def _counted(n: float) -> str:
+    return f"{n / 1e9:,.1f} B" if n >= 1e9 else f"{n / 1e6:,.2f} M"
+
+
+def hours(value: float) -> str:
+    """Device hours, with places where there are few."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
 
 
 def _bars(plan: Plan) -> Iterator[str]:
@@ -269,9 +282,11 @@ def verdict_of(plan: Plan) -> str:
     first = max(exposed, key=lambda k: exposed[k])
     waits = {k: exposed[k] for k in ("tp", "cp", "ep", "pp", "dp", "bubble", "offload", "launch")}
     second = max(waits, key=lambda k: waits[k])
+    waiting = waits[second] / plan.step_s
     return (
         f"fits, {left / GIB:.1f} GiB to spare; most of the step is {first.replace('_', '-')} "
-        f"({exposed[first] / plan.step_s:.0%}), most of the waiting {second} ({waits[second] / plan.step_s:.0%})"
+        f"({exposed[first] / plan.step_s:.0%}), "
+        + (f"most of the waiting {second} ({waiting:.0%})" if waiting >= 0.005 else "next to no waiting")
         + ("; does not run yet" if plan.not_run else "")
     )
 

@@ -1,9 +1,11 @@
 """What a person reads: bars, tables, timeline; and that figures in them are the plan's."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
+from sirara.plan.exact import configured
 from sirara.plan.explain import (
     bar,
     changes_text,
@@ -12,6 +14,7 @@ from sirara.plan.explain import (
     terms_of,
     text,
     timeline,
+    verdict_of,
 )
 from sirara.plan.verdict import GIB, Change
 
@@ -37,8 +40,6 @@ def test_the_text_has_the_plans_figures(piped):
 
 
 def test_many_stages_are_shown_by_their_ends_and_the_busiest():
-    from dataclasses import replace
-
     stages = [replace(s, rank=r) for r in range(32) for s in [_stage()]]
     shown = [s.rank for s in shown_stages(stages)]
     assert shown[:2] == [0, 1] and shown[-1] == 31 and len(shown) <= 8
@@ -71,3 +72,19 @@ def test_changes_are_shown_beside_the_plan(piped):
     )
     said = changes_text(piped, [change, bad], "what if")
     assert "+100.0%" in said and "predicted only" in said and "no key x" in said
+
+
+def test_few_tokens_bytes_and_hours_are_not_rounded_to_none(piped):
+    config = configured(piped.config, ("train.steps=1", "train.lr_schedule={name: constant}"))
+    saved = replace(piped.saves, bytes=49_600_000)
+    short = replace(piped, config=config, saves=saved, step_s=1.0)
+    said = text(short)
+    assert "checkpoint 49.6 MB" in said and "0.0 B tokens" not in said and " 0 device hours" not in said
+    assert f"{config.train.global_batch * config.data.seq_len / 1e6:.2f} M tokens" in said
+
+
+def test_a_step_without_waiting_names_no_wait(piped):
+    zero = piped.times.step_s * 0
+    waits = dict.fromkeys(("tp", "cp", "ep", "pp", "dp", "bubble", "offload", "launch"), zero)
+    assert "next to no waiting" in verdict_of(replace(piped, times=replace(piped.times, **waits)))
+    assert "most of the waiting" in verdict_of(piped)
