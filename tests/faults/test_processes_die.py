@@ -64,7 +64,7 @@ class Job:
         )
         assert process.poll() is None, process.communicate()[1]
 
-    def ends(self, process, timeout_s=20):
+    def ends(self, process, timeout_s=40):
         out, err = process.communicate(timeout=timeout_s)
         return process.returncode, out, err
 
@@ -117,7 +117,7 @@ def test_sigkill_of_one_worker_ends_all_within_seconds_and_names_it(job, victim)
     os.kill(job.by_rank(1)[victim], signal.SIGKILL)
     begun = time.monotonic()
     code, _, err = job.ends(process)
-    assert time.monotonic() - begun < 6
+    assert time.monotonic() - begun < 12  # a hang would take 60
     assert code == 128 + signal.SIGKILL
     assert f"rank {victim} of 2 failed first: killed by SIGKILL" in err
     assert f"rank {1 - victim}  CommError[SR700]: a peer left during talk" in err
