@@ -178,7 +178,9 @@ def test_mesh_auto_is_searched(config: Path):
 
 def test_cost_looks_at_fewer_devices_and_memory_at_less_memory(config: Path):
     words = [config, "--gpu", "a100-80gb", "--gpus", 16, "mesh.dp=auto", "--search", "--json"]
-    fast = json.loads(plan(*words).stdout)
+    text = plan(*words).stdout
+    fast = json.loads(text)
+    assert any(s["reason"] and s["step_s"] is None for s in fast["sensitivity"]) and "NaN" not in text
     cheap = json.loads(plan(*words, "--objective", "cost").stdout)
     small = json.loads(plan(*words, "--objective", "memory").stdout)
     assert cheap["best"]["plan"]["run"]["gpu_hours"] <= fast["best"]["plan"]["run"]["gpu_hours"]

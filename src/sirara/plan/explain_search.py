@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from math import isnan
 from typing import Any
 
 from sirara.plan.explain import duration
@@ -72,7 +73,11 @@ def _knobs(found: Found, best: float) -> Iterator[str]:
 
 
 def search_record(found: Found) -> dict[str, Any]:
-    """Plain data, for --json and plan.json."""
+    """Plain data, for --json and plan.json; null where a value of a knob allows nothing, as JSON has no NaN."""
+
+    def known(row: dict[str, Any]) -> dict[str, Any]:
+        return {k: None if isinstance(v, float) and isnan(v) else v for k, v in row.items()}
+
     return {
         "objective": found.objective,
         "numerics": found.numerics,
@@ -93,6 +98,6 @@ def search_record(found: Found) -> dict[str, Any]:
             "plan": found.best_now.as_record(),
         },
         "alternatives": [asdict(a) for a in found.alternatives],
-        "sensitivity": [asdict(s) for s in found.sensitivity],
+        "sensitivity": [known(asdict(s)) for s in found.sensitivity],
         "left_out": dict(found.reasons),
     }
