@@ -7,6 +7,7 @@ in the run folder, so that the first save of an attempt knows them.
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -20,8 +21,12 @@ FILE = "control/bandwidth.json"
 """In the run folder."""
 SAMPLES = 5
 PHASES = ("hash", "write", "commit", "verify")
-UNMEASURED = 200e6
-"""Bytes per second of a disk that no save has measured."""
+UNMEASURED, FIRST_S = 200e6, 3.0
+"""Of a disk that no save has measured: bytes per second, and seconds that a first save takes beside (a keeper starts)."""
+MARGIN_S = 0.5
+"""Left over for what no save measures: ranks agree, and what the slowest of the last steps did not know."""
+STEPS = 16
+"""Last steps, of which the slowest counts."""
 SAFETY = 1.25
 """A deadline comes when everybody else is saving as well."""
 # Too small a save measures only its own fixed costs, which are not per byte.
@@ -114,6 +119,7 @@ class Pace:
         self.bandwidth = Bandwidth(path)
         self._sizes = dict.fromkeys(tiers, total_bytes)
         self._speaks, self._now = speaks, now
+        self._steps_s: deque[float] = deque(maxlen=STEPS)
 
     def learn(self, outcomes: Iterable[SaveOutcome]) -> None:
         """Takes the times of saves that ended well and keeps them for later attempts."""
@@ -141,12 +147,14 @@ class Pace:
 
     def must_stop(self, deadline: float | None, *, step_s: float) -> bool:
         """Whether the last save must begin at the next step boundary, because after one more step the time would no
-        longer do."""
+        longer do.  step_s: of the last step."""
+        self._steps_s.append(step_s)
         if deadline is None or not self._speaks:
             return False
         seconds = self.bandwidth.seconds("disk", self._sizes["disk"])
-        guess = SAFETY * self._sizes["disk"] / UNMEASURED
-        return deadline - self._now() < 2 * step_s + (guess if seconds is None else seconds)
+        if seconds is None:
+            seconds = SAFETY * (FIRST_S + self._sizes["disk"] / UNMEASURED)
+        return deadline - self._now() < 2 * max(self._steps_s) + seconds + MARGIN_S
 
     def too_late(self, step: int, deadline: float | None) -> StorageError:
         """The error of a save that is not started."""

@@ -152,9 +152,12 @@ def test_a_last_save_goes_to_the_tiers_that_end_in_time(tmp_path, caplog):
 def test_the_run_stops_by_itself_when_one_more_step_would_leave_too_little(tmp_path):
     one = pace(tmp_path)
     assert not one.must_stop(None, step_s=1.0)
-    assert one.must_stop(1000.0 + 2 * 1.0 + 6.2, step_s=1.0)  # not measured: 200 MB/s, and a margin
-    assert not one.must_stop(1000.0 + 2 * 1.0 + 6.3, step_s=1.0)
+    assert one.must_stop(1000.0 + 2 * 1.0 + 10.4, step_s=1.0)  # not measured: 3 s and 200 MB/s, and a margin
+    assert not one.must_stop(1000.0 + 2 * 1.0 + 10.6, step_s=1.0)
     one.learn([saved(write=2.05)])
-    assert one.must_stop(1000.0 + 2 * 1.0 + 2.5, step_s=1.0)
-    assert not one.must_stop(1000.0 + 2 * 1.0 + 2.6, step_s=1.0)
+    assert one.must_stop(1000.0 + 2 * 1.0 + 3.0, step_s=1.0)
+    assert not one.must_stop(1000.0 + 2 * 1.0 + 3.1, step_s=1.0)
     assert not pace(tmp_path, speaks=False).must_stop(1.0, step_s=1.0)
+    assert one.must_stop(1000.0 + 2 * 4.0 + 3.0, step_s=4.0) and one.must_stop(
+        1000.0 + 2 * 4.0 + 3.0, step_s=1.0
+    )
