@@ -22,7 +22,7 @@ FILE = "control/bandwidth.json"
 SAMPLES = 5
 PHASES = ("hash", "write", "commit", "verify")
 UNMEASURED, FIRST_S = 200e6, 3.0
-"""Of a disk that no save has measured: bytes per second, and seconds that a first save takes beside (a keeper starts)."""
+"""Of a disk that no save has measured: bytes per second, and what a first save takes to start its keeper."""
 MARGIN_S = 0.5
 """Left over for what no save measures: ranks agree, and what the slowest of the last steps did not know."""
 STEPS = 16
