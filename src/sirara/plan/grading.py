@@ -60,6 +60,16 @@ class Measured:
     step_s: float | None
     parts_s: Mapping[str, float]
     stages: tuple[StageMeasured, ...]
+    load: float | None = None
+    """Processes that wanted to compute on this machine in the last minute; None where computing is an accelerator's."""
+    cores: int | None = None
+    ranks: int = 1
+    """Of the run: they are part of the load."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether others took computing time of the machine."""
+        return self.load is not None and self.cores is not None and self.load > max(self.cores, self.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +123,8 @@ class RunGrade:
     parts: Mapping[str, Pair]
     wrong: tuple[str, ...]
     advice: tuple[str, ...]
+    load: float | None = None
+    cores: int | None = None
 
     def errors(self) -> dict[str, float]:
         """The two errors by the names of the metrics; what cannot be graded is left out."""
@@ -149,6 +161,8 @@ class RunGrade:
             parts={name: Pair(**pair) for name, pair in record["parts"].items()},
             wrong=tuple(record["wrong"]),
             advice=tuple(record["advice"]),
+            load=record.get("load"),
+            cores=record.get("cores"),
         )
 
 
@@ -182,8 +196,10 @@ def grade(expected: Expected, measured: Measured) -> RunGrade:
         step=step,
         steps=measured.steps,
         parts=parts,
-        wrong=(*_wrong_memory(stages), *_wrong_time(step, parts)),
-        advice=_advice(expected, step),
+        wrong=(*_wrong_memory(stages), *_wrong_time(step, parts, measured)),
+        advice=_advice(expected, step, measured),
+        load=measured.load,
+        cores=measured.cores,
     )
 
 
@@ -217,8 +233,14 @@ def _wrong_memory(stages: Sequence[StageGrade]) -> Iterator[str]:
     yield f"memory of stage {worst.stage}: {name}, {_sizes(known[name])}"
 
 
-def _wrong_time(step: Pair | None, parts: Mapping[str, Pair]) -> Iterator[str]:
+def _wrong_time(step: Pair | None, parts: Mapping[str, Pair], measured: Measured) -> Iterator[str]:
     if step is None or abs(step.error_pct) < WRONG_PCT:
+        return
+    if _was_busy(step, measured):
+        yield (
+            f"step time: {_times(step)}; the machine was busy: load average {measured.load:.1f} "
+            f"on {measured.cores} cores"
+        )
         return
     share = WRONG_PCT / 100 * step.measured
     off = {name: pair for name, pair in parts.items() if abs(pair.predicted - pair.measured) > share}
@@ -228,7 +250,14 @@ def _wrong_time(step: Pair | None, parts: Mapping[str, Pair]) -> Iterator[str]:
         yield f"step time: {_times(step)}; its parts were not measured"
 
 
-def _advice(expected: Expected, step: Pair | None) -> tuple[str, ...]:
+def _was_busy(step: Pair | None, measured: Measured) -> bool:
+    """Whether a step that took longer than planned had to share its cores with other programs."""
+    return step is not None and step.error_pct <= -WRONG_PCT and measured.busy
+
+
+def _advice(expected: Expected, step: Pair | None, measured: Measured) -> tuple[str, ...]:
+    if _was_busy(step, measured):
+        return ("measure again when nothing else computes on the machine",)
     if expected.how == "profile" or step is None or abs(step.error_pct) <= CALIBRATE_PCT:
         return ()
     return (f"sirara plan calibrate   (the times stand on {_stands_on(expected.how, expected.accelerator)})",)

@@ -14,6 +14,7 @@
 Waits inside these phases are taken off them, and go to tp, pipeline or dp by the group that was waited for.
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -179,6 +180,9 @@ class Meter:
             step_s=median(times) if times else None,
             parts_s=self._median_parts(),
             stages=() if rows is None else self._stages(rows),
+            load=os.getloadavg()[0] if self._device.kind == "cpu" else None,
+            cores=len(os.sched_getaffinity(0)) if self._device.kind == "cpu" else None,
+            ranks=self._mesh.world,
         )
 
     # ---- one step

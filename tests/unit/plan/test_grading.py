@@ -199,3 +199,23 @@ def test_an_entry_that_only_tells_of_a_search_is_no_plan(tmp_path):
     add(tmp_path, 1, search={"legal": 4})
     assert read_expected(tmp_path, 1) is None
     assert expected_of({"attempt": 1, "reason": "why not"}).reason == "why not"
+
+
+def test_a_slow_step_on_a_busy_machine_is_laid_to_the_machine():
+    slow = measured(
+        step_s=4.0, load=12.3, cores=8, parts_s={"computation": 3.4, "pipeline": 0.4, "update": 0.2}
+    )
+    found = grade(expected(how="placeholder"), slow)
+    assert "the machine was busy: load average 12.3 on 8 cores" in found.wrong[0] and len(found.wrong) == 1
+    assert found.advice == ("measure again when nothing else computes on the machine",)
+    assert RunGrade.from_record(json.loads(json.dumps(found.as_record()))) == found
+    # The run's own processes are no others; a step that was as planned needs no excuse, nor one that was faster.
+    for quiet in (replace(slow, ranks=16), replace(slow, load=7.9)):
+        assert "computation" in grade(expected(), quiet).wrong[0]
+    assert "busy" not in "".join(grade(expected(), replace(slow, step_s=1.0)).wrong)
+
+
+def test_grades_of_runs_before_the_load_was_kept_are_read():
+    record = grade(expected(), measured()).as_record()
+    del record["load"], record["cores"]
+    assert RunGrade.from_record(record).load is None
