@@ -4,6 +4,7 @@ import os
 import re
 import resource
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from sirara.cli.options import WITH_OVERRIDES, json_option, overrides, say_json
 from sirara.cli.planned import planned, shape_on_paper
 from sirara.config.load import load
 from sirara.config.schema import RunConfig
+from sirara.errors import ConfigError
 
 if TYPE_CHECKING:
     from sirara.train.trace import GroupLine, Trace, Traffic
@@ -79,9 +81,24 @@ def plan(path: str, overrides: list[str], tracing: bool, rank: int, as_json: boo
     on tensors without memory, play all microbatches of one real step; the data that CONFIG names are not read.
     """
     if tracing:
+        _refuse_beside_trace(options)
         _trace(path, overrides, rank, as_json=as_json)
         return
     planned(path, overrides, as_json=as_json, **options)
+
+
+def _refuse_beside_trace(options: Mapping[str, Any]) -> None:
+    """Raises:  ConfigError SR216 for options that say something of machines or searches."""
+    names = {"searching": "search", "html_file": "html", "png_file": "png", "what_if": "what-if"}
+    given = [f"--{names.get(k, k)}" for k, v in options.items() if v not in (None, False, ())]
+    if options["objective"] == "time":
+        given.remove("--objective")
+    if given:
+        raise ConfigError(
+            f"--trace plays one rank of CONFIG as it stands, and {', '.join(given)} "
+            f"{'says' if len(given) == 1 else 'say'} something else",
+            code="SR216", where="--trace", try_=[f"leave {', '.join(given)} out", "leave --trace out"],
+        )  # fmt: skip
 
 
 def _trace(path: str, overrides: list[str], rank: int, *, as_json: bool) -> None:
