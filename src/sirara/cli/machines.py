@@ -38,10 +38,9 @@ def setting_of(loaded: Loaded, wanted: Wanted) -> tuple[Setting, list[str]]:
     Raises:  ConfigError SR216 for options that contradict each other or are no quantities.
     """
     gpu, gpus, nodes = wanted.gpu, wanted.gpus, wanted.nodes
-    assumed = [] if gpu else [f"{DEFAULT_GPU} (--gpu)"]
     names = [part.partition(":") for part in (gpu or DEFAULT_GPU).split("+")]
-    profile, note = _profile(gpu, loaded)
-    assumed += [note] if note else []
+    profile, note = _profile(gpu, loaded) if gpu else _unasked(loaded)
+    assumed = [note] if note else []
     kinds = [profile.accelerator if profile else load_accelerator(name) for name, _, _ in names]
     accelerator, counts = kinds[0], tuple(int(n) for _, _, n in names if n.isdecimal() and int(n))
     if len(counts) != len(kinds) and (len(kinds) > 1 or names[0][1]):
@@ -116,14 +115,39 @@ def _ceiling(text: str | None) -> float | None:
 
 def _profile(gpu: str | None, loaded: Loaded) -> tuple[Here | None, str]:
     """(what is measured of the accelerator that was asked for, in words) for `here` and the file of a profile."""
-    launch, mesh = loaded.config.launch, loaded.config.mesh
-    workers = launch.nproc if isinstance(launch.nproc, int) else mesh.pp * mesh.cp * mesh.tp
-    workers = max(workers, mesh.pp * mesh.cp * mesh.tp * (mesh.dp if isinstance(mesh.dp, int) else 1))
     if gpu == HERE:
-        found = here("cuda" if count_gpus(os.environ) else "cpu", workers=workers // launch.nodes)
+        found = here("cuda" if count_gpus(os.environ) else "cpu", workers=_workers_of_a_node(loaded))
         return found, f"this machine: {found.why}"
     path = Path(gpu or "")
     if path.suffix in (".yaml", ".yml") and path.is_file() and is_profile(path):
-        known = of_profile(read(path), workers=workers // launch.nodes)
+        known = of_profile(read(path), workers=_workers_of_a_node(loaded))
         return known, f"the machine of {path}: {known.why}"
     return None, ""
+
+
+def _workers_of_a_node(loaded: Loaded) -> int:
+    launch, mesh = loaded.config.launch, loaded.config.mesh
+    workers = launch.nproc if isinstance(launch.nproc, int) else mesh.pp * mesh.cp * mesh.tp
+    workers = max(workers, mesh.pp * mesh.cp * mesh.tp * (mesh.dp if isinstance(mesh.dp, int) else 1))
+    return workers // launch.nodes
+
+
+def _unasked(loaded: Loaded) -> tuple[Here | None, str]:
+    """The same without --gpu: the CPU at hand where the configuration is for one and it was measured."""
+    if not _of_one_cpu(loaded):
+        return None, f"{DEFAULT_GPU} (--gpu)"
+    found, nproc = here("cpu", workers=_workers_of_a_node(loaded)), loaded.config.launch.nproc
+    if found.profile is not None:
+        return found, f"this machine (--gpu), as launch.nproc={nproc} is of one: {found.why}"
+    warning = f"; {found.why}" if found.refused else ""
+    return None, (
+        f"{DEFAULT_GPU} (--gpu), though launch.nproc={nproc} is of one machine; for the present one "
+        f"`sirara plan calibrate CONFIG`, or --gpu cpu{warning}"
+    )
+
+
+def _of_one_cpu(loaded: Loaded) -> bool:
+    """Whether a configuration starts its processes on one machine and computes as on a CPU, where there is no GPU."""
+    launch, precision = loaded.config.launch, loaded.config.train.precision
+    local = isinstance(launch.nproc, int) and launch.nodes == 1 and precision in ("fp32", "fp64")
+    return local and not count_gpus(os.environ)

@@ -272,8 +272,8 @@ class Here:
     """What the present machine is known by.
 
     how: "profile" or "shipped".  why: in words, for people; a warning where a profile was there and refused.
-    refused: the profile was damaged, or of another machine.  stand_in: the table does not know this device, and the
-    figures describe another one.
+    refused: the profile was damaged, of another machine, or not where it was said to be.
+    stand_in: the table does not know this device, and the figures describe another one.
     """
 
     accelerator: Accelerator
@@ -294,7 +294,9 @@ def here(
     """
     env = os.environ if env is None else env
     path, mine = default_path(env), this_machine(device_type)
-    warning = ""
+    warning, said = "", env.get(PROFILE)
+    if said and said != "none" and not path.is_file():
+        warning = f"; {PROFILE} says {path}, which is missing (`sirara plan calibrate` makes it)"
     if env.get(PROFILE) != "none" and path.is_file():
         try:
             found = read(path)
