@@ -175,6 +175,8 @@ def _stacks_on_demand(seat: Seat) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     faulthandler.enable(file=2)
     with open(path, "a") as file:
+        # What unregister puts back: a request that comes when this process is leaving must not be what ends it.
+        signal.signal(DUMP_SIGNAL, signal.SIG_IGN)
         faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [DUMP_SIGNAL])  # blocked by the agent until here
         try:
