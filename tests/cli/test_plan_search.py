@@ -11,6 +11,8 @@ import yaml
 from click.testing import CliRunner
 
 from sirara.cli.main import cli
+from sirara.plan.profile import text_of
+from tests.unit.plan.test_profile import profile
 
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 GPUS = {
@@ -189,7 +191,7 @@ def test_cost_looks_at_fewer_devices_and_memory_at_less_memory(config: Path):
 
 def test_unlike_nodes_are_named_by_groups(config: Path):
     text = plan(config, "--gpu", "a100-80gb:8+h100-sxm:8", "mesh.dp=16").stdout
-    assert "16 x a100-80gb" in text
+    assert "on 8 x a100-80gb + 8 x h100-sxm, 8 per node" in text and "16 x a100-80gb" not in text
     result = plan(config, "--gpu", "a100-80gb+h100-sxm", code=2)
     assert "how many of each" in result.output
 
@@ -235,6 +237,9 @@ def test_devices_that_leave_a_node_part_empty_are_planned_as_they_are(config: Pa
         (["--gpu", "h100-sxm:16"], "the mesh asks for 8"),
         (["--objective", "cost"], "--search"),
         (["--search", "--what-if", "mesh.zero=2"], "--what-if"),
+        (["--trace", "--search"], "--search"),
+        (["--trace", "--gpus", 8, "--what-if", "mesh.zero=2"], "--gpus, --what-if"),
+        (["--trace", "--objective", "cost"], "--objective"),
         (["--png", "plan.bmp"], ".png"),
         (["--html", "no-such-folder/plan.html"], "cannot be written"),
     ],
@@ -250,3 +255,44 @@ def test_a_precision_that_an_accelerator_has_no_units_for_is_said(config: Path):
     ).stdout  # fmt: skip
     assert "no units" not in plan(config, "--gpu", "a100-80gb").stdout
     assert "cannot compute in fp64" in plan(config, "--gpu", "tpu-v5p", "train.precision=fp64", code=2).output
+
+
+def test_unlike_nodes_of_no_use_have_a_reason_in_json(config: Path):
+    mixed = ("--gpu", "a100-80gb:3+h100-sxm:5", "mesh={pp: 4, dp: 2, zero: 1}", "--json")
+    found = json.loads(plan(config, *mixed).stdout)
+    assert found["unlike_nodes"] == [] and "a stage is 2 devices" in found["no_unlike_nodes"]
+    assert found["machines"] == "3 x a100-80gb + 5 x h100-sxm"
+    alike = json.loads(plan(config, "--gpu", "a100-80gb", "--json").stdout)
+    assert alike["no_unlike_nodes"] == "all devices are alike"
+
+
+def test_a_search_says_what_it_left_free_and_why(config: Path):
+    words = (config, "--gpu", "a100-40gb", "--search")
+    found = json.loads(plan(*words, "--json").stdout)
+    memory = found["best"]["plan"]["memory"]
+    assert memory["free_bytes"] >= memory["margin"]["bytes"] > 0
+    assert f"left free     {found['left_free']}" in plan(*words).stdout
+    hard = plan(*words, "--ceiling", "36GiB").stdout
+    assert "a ceiling is taken as it is" in hard
+
+
+def test_a_profile_that_is_missing_is_told(config: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SIRARA_PROFILE", "/no/such")
+    text = plan(RECIPES / "laptop.yaml", "--gpu", "here").stdout
+    assert "SIRARA_PROFILE says /no/such, which is missing" in text
+
+
+def test_a_configuration_for_one_cpu_is_planned_on_the_one_that_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sirara.cli.machines.count_gpus", lambda env: 0)
+    monkeypatch.setenv("SIRARA_PROFILE", "none")
+    first = plan(RECIPES / "laptop.yaml").stdout.splitlines()[0]
+    assert first.startswith("assumed: h100-sxm (--gpu), though launch.nproc=2 is of one machine")
+    file = tmp_path / "profile.yaml"
+    file.write_text(text_of(profile()))
+    monkeypatch.setenv("SIRARA_PROFILE", str(file))
+    lines = plan(RECIPES / "laptop.yaml").stdout.splitlines()
+    assert lines[0].startswith("assumed: this machine (--gpu), as launch.nproc=2 is of one: measured here")
+    assert "on 2 x cpu" in lines[1]
+    assert "h100-sxm" in plan(RECIPES / "laptop.yaml", "train.precision=bf16").stdout

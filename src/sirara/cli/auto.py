@@ -10,7 +10,7 @@ from sirara.config.load import Loaded, load
 from sirara.errors import ConfigError
 from sirara.launch.external import Launcher
 from sirara.launch.local import count_gpus
-from sirara.plan.explain_search import search_record
+from sirara.plan.explain_search import left_free, search_record
 from sirara.plan.layouts import runnable_space
 from sirara.plan.search import search
 from sirara.plan.setting import setting_here
@@ -73,7 +73,8 @@ def decide(
     return Decision(
         loaded=chosen,
         search=record,
-        said=f"mesh auto: {said}, of {found.fitting:,} layouts that fit {workers} x {accelerator.name}; see plan.json",
+        said=f"mesh auto: {said}, of {found.fitting:,} layouts that fit {workers} x {accelerator.name}; "
+        f"memory left free: {left_free(found)}; see plan.json",
     )
 
 

@@ -21,7 +21,7 @@ from sirara.plan.from_config import cluster_of, degree_of_dp
 from sirara.plan.layouts import whole_space
 from sirara.plan.page import as_html
 from sirara.plan.search import Found, search, smaller
-from sirara.plan.unlike import arranged_text, arrangements, searched, why_none
+from sirara.plan.unlike import Arranged, arranged_text, arrangements, searched, why_none
 from sirara.plan.verdict import Change, Plan, Setting, nearest, plan, refusal
 from sirara.pure.families import ModelShape
 
@@ -94,6 +94,7 @@ def planned(
                 "assumed": assumed,
                 "what_if": [_record(c) for c in changes],
                 "unlike_nodes": [way.as_record() for way in ways],
+                "no_unlike_nodes": _why_no_ways(setting, found, ways),
             }
         )
     else:
@@ -141,17 +142,40 @@ def _searched(
     ways = [way for _, way in searched(loaded.config, shape, setting)[:3]] if setting.counts else []
     if as_json:
         unlike = [way.as_record() for way in ways]
-        say_json({**search_record(best), "assumed": list(assumed), "unlike_nodes": unlike})
+        why = _why_no_ways(setting, None, ways)
+        say_json(
+            {
+                **search_record(best),
+                "assumed": list(assumed),
+                "unlike_nodes": unlike,
+                "no_unlike_nodes": why,
+            }
+        )
     else:
         click.echo(text(best.best_now or best.best, assumed=assumed) + "\n\n" + search_text(best))
         if len(found) > 1:
             click.echo(
                 "\ndevices"
-                + "".join(f"\n  {f.best.gpus:>7,}  {hours(f.best.gpu_hours):>14} device hours" for f in found)
+                + "".join(
+                    f"\n  {f.best.gpus:>7,}  {hours(f.best.gpu_hours) if f.best.ends else 'never ends':>14}"
+                    f"{' device hours' if f.best.ends else ''}"
+                    for f in found
+                )
             )
         if ways:
             click.echo("\n" + arranged_text(ways))
+        elif setting.counts:
+            click.echo(f"\nunlike nodes\n  {_why_no_ways(setting, None, ways)}")
     _write(best.best_now or best.best, assumed, html_file, png_file)
+
+
+def _why_no_ways(setting: Setting, found: Plan | None, ways: Sequence[Arranged]) -> str:
+    """Why there is no way to use unlike nodes, "" where there is one.  found: None after a search of all meshes."""
+    if ways:
+        return ""
+    if not setting.counts:
+        return "all devices are alike"
+    return why_none(found) if found is not None else "no mesh deals them out; planned as the slowest kind"
 
 
 def neighbours(found: Plan) -> list[str]:

@@ -50,18 +50,18 @@ def counted(
     # Smaller blocks are another layout, which the search has tried.
     found = plan(there, shape, setting, dp=dp, lower=False)
     # The plan's own share of the allocator, which is that of its busiest stage.
-    room = (setting.capacity_bytes - found.device_bytes + found.reserved_bytes) * (
+    room = (found.limit_bytes - found.device_bytes + found.reserved_bytes) * (
         found.allocated_bytes / found.reserved_bytes
     )
     more = [0.0] * len(found.held.stages)
     others = tuple(word for word in overrides if not word.startswith("train.recompute="))
-    for _ in range(0 if found.fits else TRIES):
+    for _ in range(0 if found.chosen else TRIES):
         again = recipe(found.point, found.held, setting.table, setting.constants, room, more=more)
         if again is None:
             break
         words = (*others, f"train.recompute={spelt(again)}")
         other = plan(configured(config, words), shape, setting, dp=dp, lower=False)
-        if other.fits:
+        if other.chosen:
             return other, words
         # What a stage makes again at a time is only known when all stages' recipes are.
         more = [m + max(0.0, s.step - room) for m, s in zip(more, other.held.stages, strict=True)]

@@ -63,9 +63,12 @@ def _head(plan: Plan, assumed: Sequence[str]) -> Iterator[str]:
     c, m, t = plan.config, plan.config.mesh, plan.config.train
     cluster = plan.setting.cluster
     shape = plan.shape
+    # What everything below hangs on comes first.
+    first = [line for line in assumed if "(--gpu)" in line]
+    yield from (f"assumed: {line}" for line in first)
     yield (
         f"{c.name}: {shape.family}, {shape.layers} layers x {shape.hidden}, {_size(plan)} on "
-        f"{plan.gpus:,} x {cluster.accelerator.name}, {min(cluster.per_node, plan.gpus)} per node"
+        f"{plan.setting.machines}, {min(cluster.per_node, plan.gpus)} per node"
     )
     yield (
         f"  pp {m.pp}  dp {int(plan.point.dp[0])}  cp {m.cp}  tp {m.tp}{' +sp' if m.sequence_parallel else ''}  "
@@ -80,7 +83,8 @@ def _head(plan: Plan, assumed: Sequence[str]) -> Iterator[str]:
     else:
         yield "  numerics fast: one buffer, library reductions"
     for line in assumed:
-        yield f"  assumed: {line}"
+        if line not in first:
+            yield f"  assumed: {line}"
     if plan.not_run:
         yield f"  predicted only: {plan.not_run}"
 
@@ -246,9 +250,12 @@ def _saves(plan: Plan) -> Iterator[str]:
     money = "" if plan.money is None else f", {hours(plan.money)} at {plan.setting.price_per_hour:g} an hour"
     tokens = plan.config.train.steps * plan.config.train.global_batch * plan.config.data.seq_len
     yield (
-        f"run of {plan.config.train.steps:,} steps, {_counted(tokens)} tokens: {duration(plan.run_s)}, "
-        f"{hours(plan.gpu_hours)} device hours{money}"
+        f"run of {plan.config.train.steps:,} steps, {_counted(tokens)} tokens: "
+        + (f"{duration(plan.run_s)}, {hours(plan.gpu_hours)} device hours{money}" if plan.ends else _NEVER)
     )
+
+
+_NEVER = "never ends: it fails more often than it gets to save (--mtbf, checkpoint.every, faster tiers)"
 
 
 def _sized(size: float) -> str:
@@ -271,6 +278,8 @@ def _bars(plan: Plan) -> Iterator[str]:
             f"error bars: {what} of {r.n} published runs ({plan.bars.alike}) were {r.mean:.1%} off on average, "
             f"{r.p90:.1%} in the worst tenth"
         )
+    if plan.bars.why_none:
+        yield f"error bars: {plan.bars.why_none}"
 
 
 def verdict_of(plan: Plan) -> str:
@@ -283,8 +292,12 @@ def verdict_of(plan: Plan) -> str:
     waits = {k: exposed[k] for k in ("tp", "cp", "ep", "pp", "dp", "bubble", "offload", "launch")}
     second = max(waits, key=lambda k: waits[k])
     waiting = waits[second] / plan.step_s
+    near = ""
+    if plan.within_error:
+        why = f"{(plan.setting.capacity_bytes - plan.room_bytes) / GIB:.1f} GiB ({plan.margin:.1%})"
+        near = f", but within the error bar of {why}: it may not"
     return (
-        f"fits, {left / GIB:.1f} GiB to spare; most of the step is {first.replace('_', '-')} "
+        f"fits, {left / GIB:.1f} GiB to spare{near}; most of the step is {first.replace('_', '-')} "
         f"({exposed[first] / plan.step_s:.0%}), "
         + (f"most of the waiting {second} ({waiting:.0%})" if waiting >= 0.005 else "next to no waiting")
         + ("; does not run yet" if plan.not_run else "")
@@ -312,8 +325,10 @@ def duration(value: float) -> str:
         return f"{value / 86_400:.1f} d"
     if value >= 7200:
         return f"{value / 3600:.1f} h"
-    if value >= 120:
+    if value >= 1000:
         return f"{value / 60:.1f} min"
+    if value >= 10:
+        return f"{value:.1f} s"
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.2f} ms" if value >= 1e-3 or not value else f"{value * 1e6:.0f} us"

@@ -19,8 +19,9 @@ def search_text(found: Found) -> str:
         f"best          {_described(found.best_words)}",
         f"              step {duration(found.best.step_s)}, device {found.best.device_bytes / GIB:.1f} GiB",
     ]
+    lines.append(f"left free     {left_free(found)}")
     if found.best.not_run:
-        lines[-1] += f"; predicted only: {found.best.not_run}"
+        lines[-2] += f"; predicted only: {found.best.not_run}"
     if found.best_now is None:
         lines.append("runs now      nothing that fits")
     elif found.now_overrides != found.best_overrides:
@@ -49,6 +50,19 @@ def search_text(found: Found) -> str:
     lines += ["", "left out"]
     lines += [f"  {count:>10,}  {why}" for why, count in found.reasons.items()]
     return "\n".join(lines)
+
+
+def left_free(found: Found) -> str:
+    """How much memory of a device the layout that is used leaves free, and why."""
+    used = found.best_now or found.best
+    capacity = used.setting.capacity_bytes
+    said = f"{(capacity - used.device_bytes) / GIB:.1f} of {capacity / GIB:.1f} GiB"
+    if used.setting.ceiling_bytes is not None:
+        return f"{said}; {used.margin_why}"
+    kept = f"{(capacity - used.room_bytes) / GIB:.1f} GiB"
+    if found.tight:
+        return f"{said}: less than its error bar of {kept}, because nothing else fits ({used.margin_why})"
+    return f"{said}, at least {kept} by choice: {used.margin_why}"
 
 
 def _described(words: Mapping[str, str]) -> str:
@@ -81,6 +95,7 @@ def search_record(found: Found) -> dict[str, Any]:
     return {
         "objective": found.objective,
         "numerics": found.numerics,
+        "left_free": left_free(found),
         "layouts": found.layouts,
         "legal": found.legal,
         "fitting": found.fitting,

@@ -39,13 +39,13 @@ SETS: tuple[Kinds, ...] = (
 """What a block can make again."""
 
 
-def room_bytes(p: Points, hardware: Table, constants: Constants, capacity_bytes: float) -> Floats:
+def room_bytes(p: Points, hardware: Table, constants: Constants, capacity_bytes: float | Floats) -> Floats:
     """[n]: allocated bytes that a device has room for; the inverse of `memory`'s allocator and context."""
     holes = 1 + constants.fragmentation * (p.launch == Launch.EAGER)
     return (capacity_bytes - hardware.overhead_bytes[p.accelerator]) / holes
 
 
-def shares(p: Points, hardware: Table, constants: Constants, capacity_bytes: float) -> Floats:
+def shares(p: Points, hardware: Table, constants: Constants, capacity_bytes: float | Floats) -> Floats:
     """[n, 3, piece] as `Points.again`: the least that makes each stage fit, or everything where nothing does."""
     plain = p.with_(recompute=0, again=0)
     s, kept = stages(p), activations(p)

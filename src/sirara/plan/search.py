@@ -99,6 +99,8 @@ class Found:
     objective: str
     numerics: str
     """"fast" where nothing fits with the exact sums that the configuration asks for."""
+    tight: bool = False
+    """Nothing fits that leaves the mean error of predicted memory free, so nothing is left free for it."""
 
 
 @dataclass(slots=True)
@@ -110,6 +112,8 @@ class _Table:
     inside: Inner
     reason: NDArray[np.int8]
     device: NDArray[np.float32]
+    limit: NDArray[np.float32]
+    """Device bytes up to which it is chosen."""
     step: NDArray[np.float32]
     one: NDArray[np.bool_]
     """Fits with blocks of one microbatch alone."""
@@ -122,8 +126,27 @@ def search(
 ) -> Found:  # fmt: skip
     """The best layout of a space for an objective: "time", "cost" or "memory".
 
+    It leaves the mean error of predicted memory free, unless nothing fits so with the sums that are asked for.
     Raises:  PlanError SR215 when nothing fits, with what comes nearest.
     """
+    found, refused = None, None
+    try:
+        found = _search(config, shape, setting, space, objective)
+    except PlanError as error:
+        refused = error
+    if setting.ceiling_bytes is None and (found is None or found.numerics != config.numerics):
+        try:
+            closely = _search(config, shape, replace(setting, keep_free=False), space, objective)
+        except PlanError:
+            closely = None
+        if closely is not None and (found is None or closely.numerics == config.numerics):
+            return closely
+    if found is None:
+        raise refused or PlanError("no layout fits", code="SR215")
+    return found
+
+
+def _search(config: RunConfig, shape: ModelShape, setting: Setting, space: Space, objective: str) -> Found:
     began = time.perf_counter()
     table = _evaluated(config, shape, setting, space)
     numerics = config.numerics
@@ -154,6 +177,7 @@ def search(
         seconds=seconds,
         objective=objective,
         numerics=numerics,
+        tight=not setting.keep_free,
     )
 
 
@@ -170,6 +194,7 @@ def _evaluated(config: RunConfig, shape: ModelShape, setting: Setting, space: Sp
         inside=inside,
         reason=np.zeros(size, dtype=np.int8),
         device=np.full(size, np.inf, dtype=np.float32),
+        limit=np.full(size, setting.capacity_bytes, dtype=np.float32),
         step=np.full(size, np.nan, dtype=np.float32),
         one=np.zeros(size, dtype=bool),
         recipes={},
@@ -201,7 +226,6 @@ def _evaluate(
     table: _Table, setting: Setting, columns: Columns, r: NDArray[np.int64], e: NDArray[np.int64]
 ) -> None:
     """Memory and, where it fits, time of one chunk."""
-    capacity = setting.capacity_bytes
     layers, pp = columns["layers"], columns["pp"]
     columns["split_counts_ends"] = (pp > 2) & (layers % (pp * columns["vpp"]) != 0)
     # A whole number of blocks of each stage is computed again.
@@ -214,6 +238,7 @@ def _evaluate(
     if table.space.recipe is not None:
         columns["again"] += _roughly(table.space)
     points = as_points(columns, setting.cluster)
+    capacity = setting.limits(points)
     used = memory(points, setting.table, setting.constants)
     device = used.device
     # Fewer microbatches added locally: more exchanges, fewer buffers.
@@ -233,7 +258,7 @@ def _evaluate(
             _as_needed(setting, fewer, some, fewer["device"], np.ones(len(some), dtype=bool))
             columns["again"][small], device[small] = fewer["again"], fewer["device"]
             tight = tight | (small & (device <= capacity))
-    table.one[r, e] = tight
+    table.one[r, e], table.limit[r, e] = tight, capacity
     table.device[r, e] = device
     fits = device <= capacity
     for_nothing = needs & ~short
@@ -255,7 +280,7 @@ def _as_needed(
 ) -> Points:
     """The points with the recompute that those that are `short` of memory need; columns and `device` too."""
     lacking = points.take(short)
-    columns["again"][short] = shares(lacking, setting.table, setting.constants, setting.capacity_bytes)
+    columns["again"][short] = shares(lacking, setting.table, setting.constants, setting.limits(lacking))
     helped = lacking.with_(again=columns["again"][short])
     device[short] = memory(helped, setting.table, setting.constants).device
     return points.with_(again=columns["again"])
@@ -277,7 +302,7 @@ def _smaller_blocks(
     smaller = as_points({**_picked(columns, tight), "block": np.zeros(len(at), int)}, setting.cluster)
     saved = used.gradients[at] * (1 - smaller.grad_bytes / points.grad_bytes[at])
     # With a margin for the allocator's share: what cannot fit is not asked.
-    near = used.device[at] - 1.2 * saved <= setting.capacity_bytes
+    near = used.device[at] - 1.2 * saved <= setting.limits(smaller)
     found = np.zeros(len(points), dtype=bool)
     if near.any():
         used.device[at[near]] = memory(smaller.take(near), setting.table, setting.constants).device
@@ -317,16 +342,16 @@ def _first(
         # Where the closed form was too low once, layouts as near to the limit are not tried; recompute as needed comes
         # as near as it may.
         needed = _needed(table, at)
-        near = not needed and float(table.device.flat[at]) * off > setting.capacity_bytes
+        near = not needed and float(table.device.flat[at]) * off > float(table.limit.flat[at])
         tried += not near
         if tried > TRIED:
             break
         found = None if near else _counted(config, shape, setting, table, at)
-        if found is None or not found.fits:
+        if found is None or not found.chosen:
             _too_large(table, at)
-        if found is not None and not found.fits and not needed:
+        if found is not None and not found.chosen and not needed:
             off = max(off, found.device_bytes / float(table.device.flat[at]))
-        if found is None or not found.fits or (now and found.not_run):
+        if found is None or not found.chosen or (now and found.not_run):
             continue
         if best is None or found.step_s < best.step_s:
             best, best_at = found, at
@@ -348,7 +373,7 @@ def _counted(config: RunConfig, shape: ModelShape, setting: Setting, table: _Tab
     except SiraraError:
         # A split or a share that the closed rules let pass.
         return None
-    if needed and found.fits:
+    if needed and found.chosen:
         table.recipes[at] = next(w for w in words if w.startswith("train.recompute="))
         table.step.flat[at], table.device.flat[at] = found.step_s, found.device_bytes
     return found
@@ -400,7 +425,7 @@ def _alternatives(
             continue
         if _needed(table, int(at)) and int(at) not in table.recipes:
             there = _counted(config, shape, setting, table, int(at))
-            if there is None or not there.fits:
+            if there is None or not there.chosen:
                 continue
         seen.update(both)
         found.append(

@@ -57,10 +57,17 @@ class Arranged:
     parts: tuple[Part, ...]
     overrides: tuple[str, ...]
     runs: bool
+    margin: float = 0.0
+    """Share that predicted memory is off on average; 0 with a ceiling."""
 
     @property
     def fits(self) -> bool:
         return all(p.device_bytes <= p.capacity_bytes for p in self.parts)
+
+    @property
+    def roomy(self) -> bool:
+        """Whether every kind has the mean error of predicted memory free."""
+        return all(p.device_bytes * (1 + self.margin) <= p.capacity_bytes for p in self.parts)
 
     def as_record(self) -> dict[str, Any]:
         return {**asdict(self), "fits": self.fits}
@@ -69,7 +76,7 @@ class Arranged:
 def arrangements(found: Plan) -> list[Arranged]:
     """All ways to use the nodes for the mesh of a plan, those that fit first, then the fastest."""
     ways = [*_staged(found), *_replicas(found)]
-    return sorted(ways, key=lambda a: (not a.fits, not a.runs, a.step_s))
+    return sorted(ways, key=_order)
 
 
 def searched(config: RunConfig, shape: ModelShape, setting: Setting) -> list[tuple[Plan, Arranged]]:
@@ -89,8 +96,12 @@ def searched(config: RunConfig, shape: ModelShape, setting: Setting) -> list[tup
         if _at_best(found) >= WORSE * best:
             continue
         ways += [(found, way) for way in arrangements(found)[:1]]
-        best = min(best, *(way.step_s for _, way in ways if way.fits and way.runs), float("inf"))
-    return sorted(ways, key=lambda w: (not w[1].fits, not w[1].runs, w[1].step_s))
+        best = min(best, *(way.step_s for _, way in ways if way.roomy and way.runs), float("inf"))
+    return sorted(ways, key=lambda w: _order(w[1]))
+
+
+def _order(way: Arranged) -> tuple[bool, bool, bool, float]:
+    return not way.fits, not way.runs, not way.roomy, way.step_s
 
 
 def why_none(found: Plan) -> str:
@@ -211,28 +222,31 @@ def _staged(found: Plan) -> Iterator[Arranged]:
 def _fitted(
     found: Plan, kinds: Sequence[int], block: Sequence[float], head: float, rest: float
 ) -> Arranged | None:
-    """The fastest split whose stages fit their kinds; the last that was tried, if none does."""
+    """The fastest split whose stages fit their kinds with the mean error of memory free; if none does, the fastest that
+    fits, and else the last that was tried."""
     m = found.config.mesh
     fixed = None if m.split == "auto" else list(m.split)
-    most, way = [found.shape.layers] * m.pp, None
+    most, way, near = [found.shape.layers] * m.pp, None, None
     for _ in range(ATTEMPTS):
         split = fixed or _by_speed(found.shape.layers, block, head, most)
         if split is None:
-            return way
+            return near or way
         mesh = {"pp": m.pp, "dp": int(found.point.dp[0]), "tp": m.tp, "zero": m.zero, "schedule": m.schedule,
                 "sequence_parallel": str(m.sequence_parallel).lower(), "split": split}  # fmt: skip
         word = f"mesh={{{', '.join(f'{k}: {v}' for k, v in mesh.items())}}}"
         try:
             there = plan(configured(found.config, (word,)), found.shape, found.setting, dp=mesh["dp"])
         except SiraraError:
-            return way
+            return near or way
         way = _way(there, kinds, split, block, head, rest, word)
-        over = [s for s, size in enumerate(_sizes(there)) if size > _capacity(found.setting, kinds[s])]
+        near = near or (way if way.fits else None)
+        limits = [_capacity(found.setting, kind) / (1 + there.margin) for kind in kinds]
+        over = [s for s, size in enumerate(_sizes(there)) if size > limits[s]]
         if not over or fixed:
             return way
         for stage in over:
             most[stage] = split[stage] - 1
-    return way
+    return near or way
 
 
 def _by_speed(layers: int, block: Sequence[float], head: float, most: Sequence[int]) -> list[int] | None:
@@ -278,7 +292,7 @@ def _way(
         )  # fmt: skip
     return Arranged(
         form="stages", step_s=m * slowest + left * (sum(stage_s) - slowest) + rest, parts=tuple(parts),
-        overrides=(word,), runs=not there.not_run,
+        overrides=(word,), runs=not there.not_run, margin=there.margin,
     )  # fmt: skip
 
 
@@ -299,11 +313,14 @@ def _replicas(found: Plan) -> Iterator[Arranged]:
         )  # fmt: skip
         first += count // ranks
     yield Arranged(
-        form="replicas", step_s=found.step_s, parts=tuple(parts), overrides=(), runs=not found.not_run
-    )
+        form="replicas", step_s=found.step_s, parts=tuple(parts), overrides=(), runs=not found.not_run,
+        margin=found.margin,
+    )  # fmt: skip
     alone = [
         float(timed(found.point.with_(accelerator=k), setting.table, setting.constants).step_s[0])
         for k in range(len(setting.counts))
     ]
     even = dp / sum(n / ranks / s for n, s in zip(setting.counts, alone, strict=True))
-    yield Arranged(form="by speed", step_s=even, parts=tuple(parts), overrides=(), runs=False)
+    yield Arranged(
+        form="by speed", step_s=even, parts=tuple(parts), overrides=(), runs=False, margin=found.margin
+    )

@@ -34,6 +34,7 @@ RATES = "formulas, with rates measured on this machine"
 UNITS = (
     "times of the model's own units, measured on this machine, and the executor's phases (plan/measured.py)"
 )
+FOREVER_S = 1000 * 365.25 * 86_400
 ARENAS = 2
 """Snapshots in host memory that a save beside training needs."""
 GENERATIONS = 3
@@ -88,6 +89,8 @@ class Plan:
     not_run: str
     """What of it this version does not run, "" if all."""
     bars: Bars
+    margin: float = 0.0
+    """Share that predicted memory of such layouts is off on average; 0 with a ceiling."""
     how: str = ""
     """How the step's time is known: FORMULA, RATES or UNITS."""
 
@@ -112,9 +115,46 @@ class Plan:
         return self.device_bytes <= self.setting.capacity_bytes
 
     @property
+    def room_bytes(self) -> float:
+        """Up to which it fits even where memory was predicted too low by the mean error."""
+        return self.setting.capacity_bytes / (1 + self.margin)
+
+    @property
+    def limit_bytes(self) -> float:
+        """Up to which a search chooses it."""
+        return self.room_bytes if self.setting.keep_free else self.setting.capacity_bytes
+
+    @property
+    def chosen(self) -> bool:
+        """Whether a search may choose it."""
+        return self.device_bytes <= self.limit_bytes
+
+    @property
+    def within_error(self) -> bool:
+        """Whether it fits by less than its error bar."""
+        return self.room_bytes < self.device_bytes <= self.setting.capacity_bytes
+
+    @property
+    def margin_why(self) -> str:
+        """Where the margin is from."""
+        bar = self.bars.memory
+        if self.setting.ceiling_bytes is not None:
+            return "a ceiling is taken as it is"
+        if bar is None:
+            return (
+                f"{self.margin:.1%} for the error of predicted memory, assumed: no published run is like it"
+            )
+        return f"memory of {bar.n} published runs ({self.bars.alike}) was {bar.mean:.1%} off on average"
+
+    @property
     def run_s(self) -> float:
         """Wall time of the whole run, failures included."""
         return self.step_s * self.config.train.steps / max(self.goodput.ratio, 1e-9)
+
+    @property
+    def ends(self) -> bool:
+        """False where failures let it get nowhere, or not within a thousand years."""
+        return self.goodput.ratio > 0 and self.run_s <= FOREVER_S
 
     @property
     def gpu_hours(self) -> float:
@@ -136,6 +176,7 @@ class Plan:
             "model": {"parameters": parameter_count(self.shape), "family": self.shape.family},
             "gpu": self.setting.table.names[0],
             "gpus": self.gpus,
+            "machines": self.setting.machines,
             "layout": {
                 "pp": m.pp, "dp": int(self.point.dp[0]), "cp": m.cp, "tp": m.tp, "ep": m.ep, "zero": m.zero,
                 "schedule": m.schedule, "virtual_stages": m.chunks, "block": 1 << self.held.deal.k,
@@ -152,20 +193,29 @@ class Plan:
                 "device_bytes": self.device_bytes,
                 "capacity_bytes": self.setting.capacity_bytes,
                 "error": error_of(self.bars.memory),
+                "free_bytes": self.setting.capacity_bytes - self.device_bytes,
+                "margin": {
+                    "share": self.margin, "bytes": self.setting.capacity_bytes - self.room_bytes,
+                    "why": self.margin_why, "within_error": self.within_error,
+                },
                 "stages": [
                     {**{k: v for k, v in asdict(s).items() if k != "units"}, "step": s.step, "phases": s.phases()}
                     for s in self.held.stages
                 ],
             },
             "time": {
-                "step_s": self.step_s, "how": self.how, "error": error_of(self.bars.time), "exposed_s": exposed,
+                "step_s": self.step_s, "how": self.how, "error": error_of(self.bars.time),
+                "no_error": self.bars.why_none, "exposed_s": exposed,
                 "hidden_s": hidden,
                 "tokens_per_s": self.tokens_per_s, "mfu": self.mfu, "mfu_whole_square": self.mfu_whole,
                 "hfu": self.hfu,
             },
             "checkpoint": asdict(self.saves),
             "goodput": asdict(self.goodput),
-            "run": {"wall_s": self.run_s, "gpu_hours": self.gpu_hours, "money": self.money},
+            "run": {
+                "ends": self.ends, "wall_s": self.run_s if self.ends else None,
+                "gpu_hours": self.gpu_hours if self.ends else None, "money": self.money if self.ends else None,
+            },
         }  # fmt: skip
 
 
@@ -238,7 +288,8 @@ def _judged(
             reliability=setting.reliability,
         ),
         not_run=what_does_not_run(config),
-        bars=bars(point),
+        bars=bars(point, time=how == FORMULA and not setting.on_cpu, memory=not setting.on_cpu),
+        margin=float(setting.margins(point)[0]),
         how=how,
     )
 

@@ -9,6 +9,7 @@ from sirara.plan.exact import configured
 from sirara.plan.explain import (
     bar,
     changes_text,
+    duration,
     played,
     shown_stages,
     terms_of,
@@ -16,7 +17,9 @@ from sirara.plan.explain import (
     timeline,
     verdict_of,
 )
-from sirara.plan.verdict import GIB, Change
+from sirara.plan.residuals import MARGIN, bars
+from sirara.plan.verdict import FOREVER_S, GIB, Change, plan
+from tests.unit.plan.test_search import setting
 
 
 def test_a_bar_shows_shares_and_what_is_too_much():
@@ -88,3 +91,45 @@ def test_a_step_without_waiting_names_no_wait(piped):
     waits = dict.fromkeys(("tp", "cp", "ep", "pp", "dp", "bubble", "offload", "launch"), zero)
     assert "next to no waiting" in verdict_of(replace(piped, times=replace(piped.times, **waits)))
     assert "most of the waiting" in verdict_of(piped)
+
+
+def test_a_plan_that_fits_by_less_than_its_error_bar_says_so(piped):
+    capacity = piped.setting.capacity_bytes
+    tight = replace(piped, margin=capacity / piped.device_bytes - 1 + 1e-3)
+    assert tight.fits and "but within the error bar of" in verdict_of(tight)
+    record = tight.as_record()
+    assert record["fits"] and record["memory"]["margin"]["within_error"]
+    assert "error bar" not in verdict_of(piped) and not piped.within_error
+
+
+def test_error_bars_of_published_runs_are_not_shown_on_a_cpu(piped):
+    assert "published runs (one node)" in text(piped)
+    config = configured(piped.config, ("mesh={dp: 2, zero: 1}", "train.precision=fp32"))
+    there = plan(config, piped.shape, setting(2, "cpu"), dp=2)
+    said = text(there)
+    assert "published runs (" not in said and "+-" not in said
+    assert "none known for step times and memory: published runs are of GPUs, and this is a CPU" in said
+    record = there.as_record()
+    assert record["memory"]["error"] is None and record["time"]["error"] is None and there.margin == MARGIN
+
+
+def test_times_that_were_measured_have_no_bar_of_runs_that_were_not(piped):
+    found = bars(piped.point, time=False)
+    assert found.time is None and found.memory is not None
+    assert found.why_none.startswith("none known for step times: this step stands on what was measured")
+    assert bars(piped.point).why_none == ""
+
+
+def test_seconds_keep_their_digits_up_to_a_thousand():
+    assert [duration(s) for s in (0.0123, 1.234, 12.345, 138.24, 999.9, 1000.0)] == [
+        "12.30 ms", "1.23 s", "12.3 s", "138.2 s", "999.9 s", "16.7 min",
+    ]  # fmt: skip
+
+
+def test_a_run_that_failures_never_let_end_says_never(piped):
+    lost = replace(piped, goodput=replace(piped.goodput, ratio=0.0))
+    long = replace(piped, step_s=FOREVER_S / piped.config.train.steps)
+    for never in (lost, long):
+        assert "never ends" in text(never)
+        assert never.as_record()["run"] == {"ends": False, "wall_s": None, "gpu_hours": None, "money": None}
+    assert piped.ends and "never" not in text(piped)

@@ -1,6 +1,7 @@
 """The search finds what enumeration finds, quickly, and says why the rest is left out."""
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ from sirara.config.schema import RunConfig
 from sirara.errors import PlanError, SiraraError
 from sirara.plan.constants import fitted
 from sirara.plan.exact import configured
+from sirara.plan.explain_search import search_record, search_text
 from sirara.plan.from_config import cluster_of
 from sirara.plan.hardware import find, table
 from sirara.plan.layouts import Space, inner, outers, overrides_of, runnable_space, whole_space
+from sirara.plan.residuals import memory_margins
 from sirara.plan.search import search
 from sirara.plan.verdict import Setting, plan
 from sirara.pure.families import PRESETS
@@ -155,3 +158,34 @@ def test_nothing_that_is_shown_beside_the_best_is_better():
             [a.step_s for a in found.alternatives] + [s.step_s for s in found.sensitivity if not s.reason]
         )
         assert found.best.step_s <= least * 1.005
+
+
+def test_what_is_chosen_leaves_the_mean_error_of_predicted_memory_free_and_a_ceiling_does_not():
+    roomy = search(config(), SHAPE, setting(8), SMALL)
+    # A device that the fastest layout would fill to the last thousandth.
+    filled = replace(find("a100-80gb"), hbm_bytes=roomy.best.device_bytes * 1.001)
+    there = Setting(cluster=cluster_of(filled, gpus=8), table=table([filled]), constants=fitted())
+    capacity = there.capacity_bytes
+    found = search(config(), SHAPE, there, SMALL)
+    assert found.best.margin == memory_margins(found.best.point)[0] > 0
+    assert found.best.device_bytes * (1 + found.best.margin) <= capacity and not found.tight
+    hard = search(config(), SHAPE, replace(there, ceiling_bytes=capacity), SMALL)
+    assert hard.best.device_bytes == roomy.best.device_bytes and hard.best.margin == 0
+    assert hard.best.step_s <= found.best.step_s
+    said = search_record(found)
+    assert "published runs" in said["left_free"] and "GiB by choice" in said["left_free"]
+    margin = said["best"]["plan"]["memory"]["margin"]
+    assert margin["bytes"] == pytest.approx(capacity - capacity / (1 + found.best.margin))
+
+
+def test_what_fits_by_less_than_its_error_bar_is_chosen_only_where_nothing_else_fits():
+    space = Space(
+        gpus=1, pp=(1,), tp=(1,), zero=(0,), micro_batch=(1,), sequence_parallel=(0,), recompute=((64, 1.0),)
+    )
+    there = config(recompute="full")
+    one = plan(configured(there, ("mesh.dp=1",)), SHAPE, setting(1, "b300"), dp=1)
+    small = replace(find("b300"), hbm_bytes=one.device_bytes * (1 + one.margin / 2))
+    tight = Setting(cluster=cluster_of(small, gpus=1), table=table([small]), constants=fitted())
+    found = search(there, SHAPE, tight, space)
+    assert found.tight and found.best.fits and found.best.within_error and found.numerics == "exact"
+    assert "because nothing else fits" in search_text(found)

@@ -1,5 +1,7 @@
 """Nodes of unlike kinds: who takes what, by speed and by memory."""
 
+from dataclasses import replace
+
 import pytest
 
 from sirara.plan.constants import fitted
@@ -65,6 +67,20 @@ def test_memory_of_the_smaller_kind_takes_blocks_away_from_it():
     assert fitting and all(p.device_bytes <= p.capacity_bytes for w in fitting for p in w.parts)
     small = [next(p for p in w.parts if p.gpu == "a100-40gb").blocks[0] for w in (roomy[0], fitting[0])]
     assert small[1] <= small[0]
+
+
+@pytest.mark.parametrize(("other", "roomy"), [("h200", True), ("h100-sxm", False)])
+def test_a_split_leaves_the_mean_error_of_predicted_memory_free_where_one_can(other, roomy):
+    there, words = mixed("a100-40gb", other), ("pp: 2, dp: 8, zero: 1",)
+    way = staged(there, *words, micro_batch=4)[0]
+    small = next(p for p in way.parts if p.gpu == "a100-40gb")
+    # Half of the margin is left on the smaller kind: blocks have to go to the other, if that has room for them.
+    filled = replace(find("a100-40gb"), hbm_bytes=small.device_bytes * (1 + way.margin / 2))
+    tight = replace(there, cluster=cluster_of(filled, gpus=16), table=table([filled, find(other)]))
+    again = staged(tight, *words, micro_batch=4)[0]
+    left = next(p for p in again.parts if p.gpu == "a100-40gb").device_bytes
+    assert way.margin > 0 and again.fits and again.roomy == roomy
+    assert left < small.device_bytes if roomy else left == small.device_bytes
 
 
 def test_replicas_keep_the_pace_of_the_slowest_and_dealing_by_speed_is_predicted_only():
