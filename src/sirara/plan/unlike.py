@@ -123,7 +123,8 @@ def arranged_text(ways: Sequence[Arranged], why: str = "") -> str:
     if not ways:
         lines.append(f"  no way to deal them out; planned as if all were the slowest kind ({why})")
     for way in ways:
-        verdict = "fits" if way.fits else "does not fit"
+        near = "" if way.roomy else " within the error bar of memory"
+        verdict = f"fits{near}" if way.fits else "does not fit"
         lines.append(
             f"  {way.form:<10}step {way.step_s:.2f} s, {verdict}{'' if way.runs else ', predicted only'}"
         )

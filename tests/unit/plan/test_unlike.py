@@ -80,6 +80,7 @@ def test_a_split_leaves_the_mean_error_of_predicted_memory_free_where_one_can(ot
     again = staged(tight, *words, micro_batch=4)[0]
     left = next(p for p in again.parts if p.gpu == "a100-40gb").device_bytes
     assert way.margin > 0 and again.fits and again.roomy == roomy
+    assert ("fits within the error bar" in arranged_text([again])) != roomy
     assert left < small.device_bytes if roomy else left == small.device_bytes
 
 
