@@ -29,9 +29,11 @@ def run(tmp_path):
 
 @pytest.fixture
 def handlers():
-    """Signal handlers and mask of this process, restored."""
+    """Signal handlers and mask of this process, restored; under nohup the tests begin as elsewhere."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
