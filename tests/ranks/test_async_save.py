@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -181,11 +182,21 @@ def test_the_death_of_a_keeper_reaches_the_run_with_its_cause_and_the_next_save_
     assert answers[0][2] is False  # not before the time of the next try
 
 
+def stop(pid: int) -> None:
+    """Stops a process; a thread that the signal has not reached yet would still take a job."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    end = time.monotonic() + 30
+    while any((t / "stat").read_text().rpartition(")")[2].split()[0] != "T" for t in tasks.iterdir()):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
 def a_trainer_that_dies(folder: str, tiers: str) -> None:
     chosen = [TierConfig(tier=name) for name in tiers.split(",")]  # type: ignore[arg-type]
     rank = Rank(folder, agree=lambda row: [row], tiers=chosen)
     rank.ready()
-    os.kill(rank.keeper, signal.SIGSTOP)
+    stop(rank.keeper)
     rank.start(5, tiers=tuple(tiers.split(",")))
     print(rank.keeper, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -243,7 +254,7 @@ def a_save_is_due_while_one_is_written(folder: str, when_busy: str) -> list[Any]
     first = where()[0] == 0
     rank.ready()
     if first:
-        os.kill(rank.keeper, signal.SIGSTOP)
+        stop(rank.keeper)
 
     def alive() -> None:
         if first:
