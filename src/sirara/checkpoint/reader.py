@@ -8,11 +8,9 @@ them once its hash is right.
 """
 
 import difflib
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from math import prod
@@ -24,11 +22,12 @@ import torch
 import xxhash
 
 from sirara.checkpoint.copies import Copy, FolderCopy
-from sirara.checkpoint.ranges import DTYPES, NamedRange, dtype_name, host_bytes
+from sirara.checkpoint.placing import PieceRead, Room, Rooms, box_memory, hand_out, laid_out, on_host
+from sirara.checkpoint.ranges import DTYPES, NamedRange, dtype_name
 from sirara.checkpoint.step_folder import open_manifest
 from sirara.checkpoint.steps import step_name
 from sirara.errors import CheckpointError, CommError, SiraraError, StorageError
-from sirara.pure.layout import Box, box_runs, whole
+from sirara.pure.layout import Box, whole
 from sirara.pure.manifest import Manifest
 from sirara.pure.reshard import overlaps
 from sirara.pure.saveplan import ITEM_BYTES
@@ -38,24 +37,7 @@ _MOST_THREADS = 3  # each may hold a piece of 16 MiB that is not read straight i
 _PATIENCE = 3
 """A copy that could not be read this often, for other reasons than wrong bytes, is asked no more in this load."""
 
-# Elements are moved as unsigned integers of their size: every bit pattern survives, and numpy need not know
-# bf16 or fp8.
-_RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-
-_ALIGN = 64  # bytes
 _READ_FAULTS = (CheckpointError, StorageError, CommError)
-
-
-@dataclass(slots=True)
-class PieceRead:
-    """A piece that is wanted: the pairs (where in the piece, memory to fill), memory as unsigned integers.
-
-    passed: (where in the piece, who takes it), called from any thread with these elements, in the shape of the box,
-    when they are known to be right; their memory is used again after it returns.
-    """
-
-    parts: list[tuple[Box, np.ndarray]] = field(default_factory=list)
-    passed: list[tuple[Box, Callable[[np.ndarray], None]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +207,7 @@ class Snapshot:
         """Reads pieces from one copy; yields those that are bad there, with key and reason."""
         work = list(self._batches(copy, placed))
         patience = _PATIENCE
-        read = partial(self._read_batch, copy, reads, _Rooms())
+        read = partial(self._read_batch, copy, reads, Rooms())
         threads = min(_MOST_THREADS, max(torch.get_num_threads(), self.cores), len(work))
         pool = ThreadPoolExecutor(threads) if threads > 1 else None
         try:
@@ -264,12 +246,12 @@ class Snapshot:
             yield key, first, batch
 
     def _read_batch(
-        self, copy: Copy, reads: dict[int, PieceRead], rooms: "_Rooms", work: tuple[str, int, list[int]]
+        self, copy: Copy, reads: dict[int, PieceRead], rooms: Rooms, work: tuple[str, int, list[int]]
     ) -> list[tuple[int, SiraraError]]:
         """Reads neighbouring pieces, checks and hands out their elements; returns the bad ones."""
         key, position, batch = work
         p = self.manifest.pieces
-        room = rooms.mine(copy.batch_bytes)
+        room = rooms.mine(copy.batch_bytes, pieces=BATCH_PIECES)
         memory = [self._laid_out(i, reads[i], room) for i in batch]
         try:
             buffers = [[part.reshape(-1).view(np.uint8) for _, part in held] for held in memory]
@@ -286,7 +268,7 @@ class Snapshot:
         bad: list[tuple[int, SiraraError]] = []
         for i, digest, held in zip(batch, digests, memory, strict=True):
             if digest == p.hash(i):
-                _hand_out(held, reads[i])
+                hand_out(held, reads[i])
                 continue
             what = f"its bytes hash to {digest.hex()}"
             suspicion = copy.suspicion(key)
@@ -311,25 +293,9 @@ class Snapshot:
                 position += len(part)
         return [hasher.digest()]
 
-    def _laid_out(self, piece: int, read: PieceRead, room: "_Room") -> list[tuple[Box, np.ndarray]]:
-        """Where the piece is read to, from end to end: (box of the piece, memory).
-
-        Parts that each lie in one stretch go to where they belong, those of others to `room`; otherwise all goes there.
-        """
-        box = self.manifest.box(piece)
+    def _laid_out(self, piece: int, read: PieceRead, room: Room) -> list[tuple[Box, np.ndarray]]:
         item = ITEM_BYTES[self.manifest.tensors[int(self.manifest.pieces.tensor[piece])].dtype]
-        theirs = dict.fromkeys(part for part, _ in read.passed)
-        wanted: list[tuple[Box, np.ndarray | None]] = [*read.parts]
-        wanted += [(part, None) for part in theirs if not any(part.within(own) for own, _ in read.parts)]
-        held: list[tuple[Box, np.ndarray]] = []
-        at = 0
-        for part, target in sorted(wanted, key=lambda one: one[0].offset):
-            runs = box_runs(box.size, part)
-            if len(runs) != 1 or runs[0][0] != at or (target is not None and not target.flags.c_contiguous):
-                break
-            at = runs[0][1]
-            held.append((part, room.take(part, item) if target is None else target))
-        return held if at == box.volume else [(whole(box.size), room.take(whole(box.size), item))]
+        return laid_out(self.manifest.box(piece), item, read, room)
 
     # ---- what went wrong
 
@@ -380,64 +346,6 @@ class Snapshot:
             )
 
 
-@contextmanager
-def on_host(ranges: Sequence[NamedRange]) -> Iterator[list[np.ndarray]]:
-    """The bytes of ranges in host memory, to be filled; what lives on a device is copied there at the end."""
-    hosts: list[torch.Tensor] = []
-    for r in ranges:
-        r.check()
-        hosts.append(r.data if r.data.device.type == "cpu" else torch.empty_like(r.data, device="cpu"))
-    yield [host_bytes(host) for host in hosts]
-    for r, host in zip(ranges, hosts, strict=True):
-        if host is not r.data:
-            r.data.copy_(host)
-
-
-class _Room:
-    """Memory of one thread for what is not read straight into place; free again when the next batch begins."""
-
-    def __init__(self) -> None:
-        self._raw, self._at, self._least = np.empty(0, np.uint8), 0, 0
-
-    def clear(self, batch_bytes: int) -> None:
-        self._least, self._at = batch_bytes + _ALIGN * BATCH_PIECES, 0
-
-    def take(self, box: Box, item: int) -> np.ndarray:
-        """Memory for a box of elements, as unsigned integers."""
-        size = box.volume * item
-        if self._at + size > len(self._raw):
-            self._raw, self._at = np.empty(max(size, self._least), np.uint8), 0
-        raw = self._raw[self._at : self._at + size]
-        self._at += -(-size // _ALIGN) * _ALIGN
-        return raw.view(_RAW[item]).reshape(box.size)
-
-
-class _Rooms(threading.local):
-    """One room per thread, kept from batch to batch: fresh pages cost as much as reading them."""
-
-    def __init__(self) -> None:
-        self._room = _Room()
-
-    def mine(self, batch_bytes: int) -> _Room:
-        self._room.clear(batch_bytes)
-        return self._room
-
-
-def _hand_out(held: Sequence[tuple[Box, np.ndarray]], read: PieceRead) -> None:
-    """Gives the elements of a piece that is right to all that want them.  held: where they lie now."""
-    places = {id(memory) for _, memory in held}
-    for part, target in read.parts:
-        if id(target) not in places:
-            target[...] = _within(held, part)
-    for part, take in read.passed:
-        take(_within(held, part))
-
-
-def _within(held: Sequence[tuple[Box, np.ndarray]], part: Box) -> np.ndarray:
-    box, memory = next(one for one in held if part.within(one[0]))
-    return memory[(*part.relative_to(box).slices, ...)]
-
-
 def _digest(memory: Sequence[np.ndarray]) -> bytes:
     if len(memory) == 1:
         return xxhash.xxh3_128_digest(memory[0].data)
@@ -445,13 +353,3 @@ def _digest(memory: Sequence[np.ndarray]) -> bytes:
     for buffer in memory:
         hasher.update(buffer.data)
     return hasher.digest()
-
-
-def box_memory(raw: np.ndarray, boxes: Sequence[Box], item: int) -> list[np.ndarray]:
-    """The bytes of boxes that lie end to end, as one array of unsigned integers per box."""
-    memory, at = [], 0
-    for box in boxes:
-        size = box.volume * item
-        memory.append(raw[at : at + size].view(_RAW[item]).reshape(box.size))
-        at += size
-    return memory

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from sirara.checkpoint.neighbours import Memory, Neighbours, open_neighbours
+from sirara.checkpoint.placing import PieceRead, box_memory, on_host
 from sirara.checkpoint.ranges import NamedRange
-from sirara.checkpoint.reader import PieceRead, Snapshot, box_memory, on_host
+from sirara.checkpoint.reader import Snapshot
 from sirara.comm.group import Comm
 from sirara.errors import CheckpointError, CommError, SiraraError, StorageError
 from sirara.pure.layout import Box, intersection, whole

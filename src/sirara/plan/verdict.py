@@ -13,46 +13,27 @@ import numpy as np
 from sirara.config.check import runs_now
 from sirara.config.schema import RunConfig
 from sirara.errors import ConfigError, PlanError
-from sirara.plan.cost import Times, first_products
+from sirara.plan.cost import Times
 from sirara.plan.from_config import as_points, layout_columns, model_columns
 from sirara.plan.goodput import Goodput, goodput
 from sirara.plan.held import Held, held
 from sirara.plan.measured import measured_times
 from sirara.plan.memory import Memory, memory
 from sirara.plan.offload import slowest
-from sirara.plan.points import PIECES, Points
+from sirara.plan.points import Points
 from sirara.plan.residuals import Bars, Residual, bars
+from sirara.plan.saved import Saves, saves
 from sirara.plan.setting import Setting
-from sirara.pure.families import ModelShape, parameter_count, unit_specs
+from sirara.plan.utilisation import utilisation
+from sirara.pure.families import ModelShape, parameter_count
 
 GIB = float(1 << 30)
-FILE_BYTES = 2 << 30
-BYTES_OF = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4), "fp16": (2, 4), "fp8": (1, 4)}
-"""Of a saved weight, and of a master and each tensor of optimizer state."""
 FORMULA = "formulas, with rates of the shipped table"
 RATES = "formulas, with rates measured on this machine"
 UNITS = (
     "times of the model's own units, measured on this machine, and the executor's phases (plan/measured.py)"
 )
 FOREVER_S = 1000 * 365.25 * 86_400
-ARENAS = 2
-"""Snapshots in host memory that a save beside training needs."""
-GENERATIONS = 3
-"""Of peers' images and of parity: the two newest and one that is being written."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saves:
-    """What a checkpoint is and takes.  stall_s: of training; tiers: name -> seconds until it is durable there."""
-
-    bytes: int
-    files: int
-    stall_s: float
-    tiers: Mapping[str, float]
-    host_bytes_per_node: float
-    host: Mapping[str, float]
-    """What that is: snapshots, images of other nodes, parity blocks; as checkpoint/space.py asks of a file system."""
-    every_steps: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,101 +287,6 @@ def what_does_not_run(config: RunConfig) -> str:
     except ConfigError as error:
         return error.what
     return ""
-
-
-def utilisation(
-    config: RunConfig, shape: ModelShape, setting: Setting, point: Points, step_s: float
-) -> tuple[float, float, float]:
-    """(model FLOPs utilisation with causal attention, the same with the whole square, hardware's), of the peak.
-
-    Model FLOPs: three times forward's (PaLM, arXiv:2204.02311, appendix B, which counts the whole square of scores;
-    flash attention computes half).  Hardware FLOPs add the forward that recompute runs again.
-    """
-    units, tokens = unit_specs(shape), config.train.global_batch * config.data.seq_len
-    seq, width = config.data.seq_len, shape.heads * shape.head_dim
-    seen = min(shape.sliding_window or seq, seq)
-    matrices = sum(_matrices(u) for u in units[1:-1])
-    head = 2.0 * shape.vocab * shape.hidden
-    half = shape.layers * 2.0 * width * (seen if seen < seq else seq + 1)
-    whole = shape.layers * 4.0 * width * seen
-    blocks = 2.0 * matrices
-    peaks, counts = setting.table.peak[:, int(point.dtype[0])], setting.counts or (float(point.gpus[0]),)
-    peak = sum(float(p) * n for p, n in zip(peaks, counts, strict=True)) * step_s
-    again = (
-        1.0
-        if config.train.recompute == "full"
-        else float(point.recompute_share[0]) * (isinstance(config.train.recompute, int))
-    )
-    # Of recipes: the share of all blocks that makes each piece again.
-    stages = np.array([1.0, max(0.0, float(point.pp[0]) - 2), float(point.pp[0] > 1)])
-    pieces = dict(zip(PIECES, stages @ point.again[0] / stages.sum(), strict=True))
-    again += pieces["block"]
-    parts = pieces["wide"] * float(first_products(point)[0]) * blocks + pieces["attention"] * half
-    return (
-        tokens * 3 * (blocks + head + half) / peak,
-        tokens * 3 * (blocks + head + whole) / peak,
-        tokens * (3 * (blocks + head + half) + again * (blocks + half) + parts) / peak,
-    )
-
-
-def _matrices(unit: Any) -> int:
-    return sum(int(np.prod(t.shape, dtype=np.int64)) for t in unit.tensors if len(t.shape) > 1)
-
-
-def saves(config: RunConfig, shape: ModelShape, setting: Setting, point: Points) -> Saves:
-    """Bytes, files and times of a checkpoint."""
-    total = state_bytes(config, shape)
-    gpus, per_node = int(point.gpus[0]), setting.cluster.per_node
-    nodes = -(-gpus // per_node)
-    r = setting.reliability
-    rates = {
-        "memory": r.memory_bytes_per_s_per_node,
-        "peer": min(r.memory_bytes_per_s_per_node, float(setting.table.out_bytes_per_s[0]) * per_node),
-        "parity": min(r.memory_bytes_per_s_per_node, float(setting.table.out_bytes_per_s[0]) * per_node) / 2,
-        "disk": r.write_bytes_per_s_per_node,
-        "object": r.object_bytes_per_s_per_node,
-    }
-    share = total / nodes
-    tiers = {t.tier: share / rates[t.tier] for t in config.checkpoint.tiers}
-    copy = max(share / rates["memory"], total / gpus / float(setting.table.host_bytes_per_s[0]))
-    beside = config.checkpoint.async_
-    host = host_bytes(config, share)
-    return Saves(
-        bytes=total,
-        files=nodes * -(-max(total // nodes, 1) // FILE_BYTES) * 2 + 10,
-        stall_s=copy if beside else max([t for n, t in tiers.items() if n != "object"] or [copy]),
-        tiers=tiers,
-        host_bytes_per_node=sum(host.values()),
-        host=host,
-        every_steps=config.checkpoint.every,
-    )
-
-
-def host_bytes(config: RunConfig, share: float) -> dict[str, float]:
-    """Bytes of a node's memory that checkpoints take, of a node's `share` of one step."""
-    c = config.checkpoint
-    kept = {t.tier for t in c.tiers} & {"memory", "peer", "parity"}
-    found = {"snapshots": share * ARENAS if c.async_ or kept else 0.0}
-    for t in c.tiers:
-        # Folders that a path names may be anything; without one they are in shared memory.
-        if t.tier == "peer":
-            found["images of other nodes"] = share * GENERATIONS * (t.copies - 1)
-        if t.tier == "parity":
-            found["parity"] = share * GENERATIONS * t.parity / t.data
-    return {name: size for name, size in found.items() if size}
-
-
-def state_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Of one saved step: weights, masters where weights are of lower precision, optimizer state."""
-    own, sums = BYTES_OF[config.train.precision]
-    states = {"adamw": 2, "lion": 1, "muon": 1}[config.train.optimizer.name]
-    copies = (own != sums) + states
-    total = parameter_count(shape) * (own + copies * sums)
-    if config.train.optimizer.name == "muon":
-        units = unit_specs(shape)
-        plain = parameter_count(shape) - sum(_matrices(u) for u in units[1:-1])
-        total += plain * sums
-    return total
 
 
 # ---- the verdict

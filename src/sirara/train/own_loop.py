@@ -451,4 +451,4 @@ class Trainer:
             # The other ranks wait for this one: they hear why it leaves.
             self.comm.alarm.ring(error)
         # What memory alone holds must outlive this attempt.
-        self.close(clean=error is None and self.saves.outlive)
+        self.close(clean=error is None and self.saves.on_disk)

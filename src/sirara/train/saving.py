@@ -65,7 +65,7 @@ class Saves:
         self._config, self._gather, self._speaks = config, gather, speaks
         self._clock: Pace | None = None
         self._stall_s = 0.0
-        self.outlive = True
+        self.on_disk = True
         """Whether the last complete save is on disk, so that nothing is lost when the keeper ends with the run."""
 
     def prepare(self) -> None:
@@ -83,7 +83,7 @@ class Saves:
         tiers = self._tiers_in_time(deadline)
         if not tiers:
             raise self._pace.too_late(self._saved.step, deadline)
-        self.outlive = "disk" in tiers
+        self.on_disk = "disk" in tiers
         self.begin(tiers=tiers, patient=True, alive=alive)
         outcome = self.wait(alive=alive)
         if outcome is None or outcome.fault is not None:

@@ -12,14 +12,13 @@ from sirara.plan.buffers import _closed, buffers_of
 from sirara.plan.constants import fitted
 from sirara.plan.from_config import cluster_of
 from sirara.plan.hardware import find, table
+from sirara.plan.saved import host_bytes, state_bytes
 from sirara.plan.verdict import (
     GIB,
     Setting,
-    host_bytes,
     nearest,
     plan,
     refusal,
-    state_bytes,
     what_does_not_run,
 )
 from sirara.pure.families import PRESETS, parameter_count, unit_specs
