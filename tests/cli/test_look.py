@@ -23,18 +23,6 @@ def project(tmp_path_factory):
     project.close()
 
 
-@pytest.fixture
-def look(project, monkeypatch):
-    monkeypatch.chdir(project.folder)
-
-    def look(*words):
-        result = CliRunner().invoke(cli, [str(word) for word in words])
-        assert result.exit_code == 0, result.output
-        return result.stdout
-
-    return look
-
-
 def test_metrics_has_every_live_step_once_with_hex(look, project):
     said = json.loads(look("metrics", "latest", "--json"))
     assert [(row["step"], row["attempt"]) for row in said["steps"]] == [(1, 1), (2, 1)] + [

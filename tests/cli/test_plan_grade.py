@@ -31,18 +31,6 @@ def project(tmp_path_factory):
     project.close()
 
 
-@pytest.fixture
-def look(project, monkeypatch):
-    monkeypatch.chdir(project.folder)
-
-    def look(*words):
-        result = CliRunner().invoke(cli, [str(word) for word in words])
-        assert result.exit_code == 0, result.output
-        return result.stdout
-
-    return look
-
-
 def grades(project, attempt):
     found = [e for e in read(project.runs()[0].events) if e["kind"] == "plan_grade"]
     return [e["plan"] for e in found if e["attempt"] == attempt]

@@ -218,7 +218,7 @@ def test_a_process_that_reused_a_recorded_pid_is_left_alone(run, start):
 
 
 def test_without_locks_two_beginners_still_get_different_attempts(run, monkeypatch):
-    monkeypatch.setattr("sirara.config.run_folder._flock", lambda fd: True)
+    monkeypatch.setattr("sirara.config.ownership._flock", lambda fd: True)
     other = RunFolder(run.path)
     assert {run.begin_attempt(), other.begin_attempt()} == {1, 2}
     with pytest.raises(RunBusyError):
