@@ -1,7 +1,7 @@
 """The best layout of a space, and what the outcome says about each knob.
 
-    plan/table.py: every layout's memory and time ─► ranked ─► the first whose memory fits by the executor's rules too
-        ─► nearest alternatives, the best per value of every knob, why families are left out
+plan/table.py: every layout's memory and time ─► ranked ─► the first whose memory fits by the executor's rules too
+    ─► nearest alternatives, the best per value of every knob, why families are left out
 """
 
 import time
