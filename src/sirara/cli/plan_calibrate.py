@@ -23,7 +23,7 @@ from sirara.config.run_folder import write_durably
 from sirara.errors import CommError, ConfigError
 from sirara.launch.local import count_gpus
 from sirara.launch.signals import die_with_parent
-from sirara.plan.calibrated import WorldRows, merged, profile_of
+from sirara.plan.calibrated import Measured, merged, profile_of
 from sirara.plan.profile import (
     Move,
     Profile,
@@ -39,9 +39,9 @@ from sirara.plan.profile import (
 CPU_S, GPU_S = 110.0, 540.0
 """Time budget on CPUs and with GPUs."""
 START_S = 8.0
-"""What starting a world takes, of its share of the budget."""
+"""What starting the processes takes of the budget."""
 LATE_S = 120.0
-"""How much later a world is ended than three times its share: a busy machine takes long to start processes."""
+"""How much later the processes are ended than three times the budget: a busy machine takes long to start processes."""
 DEFAULT = """\
 schema: 1
 name: calibrate
@@ -92,10 +92,9 @@ def plan_calibrate(
         )
         most = nproc or (gpus or max(2, machine.cores))
         budget_s = seconds or (GPU_S if gpus else CPU_S)
-        counts = sorted({1, min(2, most), min(machine.devices, most), most})
-        worlds = _worlds(counts, loaded, Path(folder), began + budget_s)
+        measured = _measured(most, loaded, Path(folder), budget_s - (time.monotonic() - began))
     base = here(machine.device, env={**os.environ, "SIRARA_PROFILE": "none"}).accelerator  # pyright: ignore[reportArgumentType]
-    found = profile_of(machine, base, worlds, loaded.config, shape)
+    found = profile_of(machine, base, measured, loaded.config, shape)
     target = Path(out) if out else default_path()
     found = _with_older(target, found)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -140,66 +139,54 @@ def _summary(p: Profile) -> dict[str, Any]:
     }
 
 
-# ---- worlds of processes
+# ---- a world of processes
 
 
-def _worlds(counts: Sequence[int], loaded: Loaded, folder: Path, stop_at: float) -> list[WorldRows]:
-    """Each world's rows; a world for which no time is left is left out, and that is said."""
-    found: list[WorldRows] = []
-    (folder / "config.yaml").write_text(loaded.text)
-    for at, count in enumerate(counts):
-        share_s = (stop_at - time.monotonic()) / (len(counts) - at)
-        if found and share_s < 2.0:
-            click.echo(f"no time is left for {count} processes", err=True)
-            break
-        click.echo(f"{count} {'processes' if count > 1 else 'process'}, {share_s:.0f} s", err=True)
-        try:
-            found.append(_world(count, folder, share_s))
-        except CommError as error:
-            if not found:
-                raise
-            click.echo(f"left out: {error.what}: {error.why}", err=True)
-            break
-    return found
+def _measured(count: int, loaded: Loaded, folder: Path, budget_s: float) -> Measured:
+    """What a world of `count` processes on this machine finds.
 
-
-def _world(count: int, folder: Path, share_s: float) -> WorldRows:
-    result = folder / f"world-{count}.json"
-    spec = folder / f"spec-{count}.json"
+    Raises:  CommError when one of them fails.
+    """
+    click.echo(f"{count} {'processes' if count > 1 else 'process'}, {budget_s:.0f} s", err=True)
+    config, result, spec = (folder / name for name in ("config.yaml", "result.json", "spec.json"))
+    config.write_text(loaded.text)
     spec.write_text(
         json.dumps(
             {
-                "config": str(folder / "config.yaml"),
+                "config": str(config),
                 "result": str(result),
                 "parent": os.getpid(),
-                "budget_s": max(1.0, share_s - START_S),
+                "budget_s": max(1.0, budget_s - START_S),
             }
         )
     )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    cores = len(os.sched_getaffinity(0))
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // count))
+    # Threads are set for each measurement; those that have nothing to do leave the cores to others.
     env = {
         **os.environ, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": threads,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_WAIT_POLICY": "PASSIVE",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }  # fmt: skip
-    if count * int(threads.split(",")[0]) > cores:
-        env["OMP_WAIT_POLICY"] = "PASSIVE"
     command = [sys.executable, "-m", "sirara", "plan", "calibrate", "--worker", str(spec)]
     workers = [
         subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(count)
     ]
     try:
-        _wait(workers, time.monotonic() + LATE_S + 3 * share_s)
+        _wait(workers, time.monotonic() + LATE_S + 3 * budget_s)
     finally:
         for worker in workers:
             if worker.poll() is None:
                 worker.send_signal(signal.SIGKILL)
             worker.wait()
-    return _rows(count, json.loads(result.read_text()))
+    data = json.loads(result.read_text())
+    return Measured(
+        units=tuple(UnitTime(**row) for row in data["units"]),
+        moves=tuple(Move(**row) for row in data["moves"]),
+        rates=tuple(Rate(**row) for row in data["rates"]),
+        bandwidth=data["bandwidth"],
+    )
 
 
 def _wait(workers: Sequence["subprocess.Popen[bytes]"], deadline: float) -> None:
@@ -221,18 +208,8 @@ def _wait(workers: Sequence["subprocess.Popen[bytes]"], deadline: float) -> None
         )  # fmt: skip
 
 
-def _rows(count: int, data: dict[str, Any]) -> WorldRows:
-    return WorldRows(
-        ranks=count,
-        units=tuple(UnitTime(**row) for row in data["units"]),
-        moves=tuple(Move(**row) for row in data["moves"]),
-        rates=tuple(Rate(**row) for row in data["rates"]),
-        bandwidth=data["bandwidth"],
-    )
-
-
 def _work(spec: Path) -> None:
-    """One process of a world: measures, and rank 0 writes what was found."""
+    """One process of the world: measures, and rank 0 writes what was found."""
     import torch
 
     from sirara.comm.world import World, connect, disconnect, world_comm
@@ -241,7 +218,6 @@ def _work(spec: Path) -> None:
 
     asked = json.loads(spec.read_text())
     die_with_parent(asked["parent"])
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
     world = World.from_environment()
     config = load(asked["config"], on_paper=True).config
     device = open_device(local_rank=world.local_rank, exact=config.numerics == "exact")

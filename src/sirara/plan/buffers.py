@@ -8,6 +8,7 @@ Only sizes and dtypes are played, so a step of thousands of microbatches takes m
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -15,8 +16,10 @@ from sirara.pure.tree import Deal
 
 MOST_PLAYED = 1024
 """Microbatches; with more the closed form is used."""
-Made = Counter[tuple[str, str]]
-"""Buffers by size ("full", "shard") and dtype ("leaf": as autograd gives gradients, "sum")."""
+MOST_IN_TURN = 2048
+"""Microbatches times groups of a rank with several chunks; with more no group is taken to use another's buffers."""
+Made = Counter[tuple[int, str, str]]
+"""Buffers by elements of the group, size ("full", "shard") and dtype ("leaf": as autograd gives them, "sum")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,21 +49,28 @@ def buffers_of(dealt: Deal, *, lean: bool, fast: bool, same: bool) -> Buffers:
             return Buffers(full_sum=1)
         more = lean and dealt.places > 1
         return Buffers(full_sum=not lean, once_sum=lean, shard_sum=2 if more else 1)
-    leaf = "sum" if same or dealt.k > 0 or dealt.dp == 1 else "leaf"
+    leaf = leaf_kind(dealt, same=same)
     if dealt.microbatches > MOST_PLAYED and dealt.dp > 1:
         return _closed(dealt, leaf, lean=lean)
-    two, three = (_played(dealt, leaf, groups, lean=lean) for groups in (2, 3))
-    each = {kind: three[kind] - two[kind] for kind in three}
+    turns = (0,) * dealt.places
+    two, three = ({kind[1:]: n for kind, n in made_in_turn(turns, ((0, 1),) * groups, dealt, leaf, lean).items()}
+                  for groups in (2, 3))  # fmt: skip
+    each = {kind: three[kind] - two.get(kind, 0) for kind in three}
     return Buffers(
         full_leaf=each.get(("full", "leaf"), 0),
         full_sum=each.get(("full", "sum"), 0),
         shard_leaf=each.get(("shard", "leaf"), 0),
         shard_sum=each.get(("shard", "sum"), 0),
-        once_leaf=two["full", "leaf"] - 2 * each.get(("full", "leaf"), 0),
-        once_sum=two["full", "sum"] - 2 * each.get(("full", "sum"), 0),
-        once_shard_leaf=two["shard", "leaf"] - 2 * each.get(("shard", "leaf"), 0),
-        once_shard_sum=two["shard", "sum"] - 2 * each.get(("shard", "sum"), 0),
+        once_leaf=two.get(("full", "leaf"), 0) - 2 * each.get(("full", "leaf"), 0),
+        once_sum=two.get(("full", "sum"), 0) - 2 * each.get(("full", "sum"), 0),
+        once_shard_leaf=two.get(("shard", "leaf"), 0) - 2 * each.get(("shard", "leaf"), 0),
+        once_shard_sum=two.get(("shard", "sum"), 0) - 2 * each.get(("shard", "sum"), 0),
     )
+
+
+def leaf_kind(dealt: Deal, *, same: bool) -> str:
+    """The dtype of buffers that gradients are written to; `same`: leaves have the dtype of sums."""
+    return "sum" if same or dealt.k > 0 or dealt.dp == 1 else "leaf"
 
 
 def _closed(dealt: Deal, leaf: str, *, lean: bool) -> Buffers:
@@ -87,17 +97,30 @@ def _closed(dealt: Deal, leaf: str, *, lean: bool) -> Buffers:
     )
 
 
-def _played(dealt: Deal, leaf: str, groups: int, *, lean: bool) -> Made:
-    """What a pool has made after a step of several groups of one size."""
-    made, free = Counter(), Counter()
-    players = [_Player(deal=dealt, leaf=leaf, made=made, free=free) for _ in range(groups)]
-    for place in range(dealt.places):
-        for n, player in enumerate(players):
-            player.add(place)
-            if lean:
+@cache
+def made_in_turn(
+    turns: tuple[int, ...], groups: tuple[tuple[int, int], ...], dealt: Deal, leaf: str, lean: bool
+) -> Mapping[tuple[int, str, str], int]:
+    """What the pool of a rank has made after a step: groups of one size take each other's buffers.
+
+    Args:  turns: chunks in the order in which a microbatch's gradients are made in them.
+           groups: (chunk, elements) in the order of backward.
+    """
+    made, free = Counter[tuple[int, str, str]](), Counter[tuple[int, str, str]]()
+    players = [
+        (chunk, _Player(deal=dealt, leaf=leaf, numel=numel, made=made, free=free)) for chunk, numel in groups
+    ]
+    begun: _Player | None = None
+    for turn in turns:
+        for chunk, player in players:
+            if chunk != turn:
+                continue
+            player.add()
+            if lean and begun is not None and begun is not player:
                 # The exchange of one unit ends when the next one's begins.
-                players[n - 1].complete()
-    for player in players:
+                begun.complete()
+            begun = player
+    for _, player in players:
         player.complete()
         player.total()
     return made
@@ -117,31 +140,35 @@ class _Player:
 
     deal: Deal
     leaf: str
+    numel: int
     made: Made
     free: Made
     local: list[_Entry] = field(default_factory=list)
     shard: list[_Entry] = field(default_factory=list)
     pending: tuple[_Entry | None, int] | None = None
     rounds: int = 0
+    place: int = 0
 
     def take(self, size: str, dtype: str) -> None:
-        if self.free[size, dtype]:
-            self.free[size, dtype] -= 1
+        kind = self.numel, size, dtype
+        if self.free[kind]:
+            self.free[kind] -= 1
         else:
-            self.made[size, dtype] += 1
+            self.made[kind] += 1
 
     def give(self, e: _Entry) -> None:
         if e.owned:
-            self.free[e.size, e.dtype] += 1
+            self.free[self.numel, e.size, e.dtype] += 1
 
-    def add(self, place: int) -> None:
+    def add(self) -> None:
         if self.local and self.local[-1].level == 0:
             top = self.local.pop()
             self.push(self.local, _Entry(1, top.size, top.dtype))
         else:
             self.take("full", self.leaf)
             self.push(self.local, _Entry(0, "full", self.leaf))
-        if self.deal.closes(place):
+        self.place += 1
+        if self.deal.closes(self.place - 1):
             self.begin(self.fold(self.local))
 
     def push(self, entries: list[_Entry], e: _Entry) -> None:

@@ -1,4 +1,4 @@
-"""From what the worlds of a calibration measured to a profile: crowding, and an accelerator for the formulas.
+"""From what a calibration measured to a profile: crowding, and an accelerator for the formulas.
 
 The accelerator is what configurations are planned by whose own blocks were not measured: measured rates of products,
 attention, memory and exchanges, and `achievable` such that the formula's block takes as long as the measured one.
@@ -17,10 +17,12 @@ from sirara.pure.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorldRows:
-    """What one world of `ranks` processes measured."""
+class Measured:
+    """What train/calibrate.py found.
 
-    ranks: int
+    bandwidth: bytes per second to and from "disk write" and "disk read", "host link" where there is one.
+    """
+
     units: tuple[UnitTime, ...]
     moves: tuple[Move, ...]
     rates: tuple[Rate, ...]
@@ -28,36 +30,31 @@ class WorldRows:
 
 
 def profile_of(
-    machine: Machine, base: Accelerator, worlds: Sequence[WorldRows], config: RunConfig, shape: ModelShape
+    machine: Machine, base: Accelerator, measured: Measured, config: RunConfig, shape: ModelShape
 ) -> Profile:
     """The profile of one machine.
 
     Args:  base: the shipped accelerator that is nearest, for what was not measured.  config, shape: as measured.
     """
-    units = tuple(u for w in worlds for u in w.units)
-    bandwidth = {k: v for w in worlds for k, v in w.bandwidth.items()}
     found = Profile(
         machine=machine,
         accelerator=base,
-        units=units,
-        moves=tuple(m for w in worlds for m in w.moves),
-        rates=tuple(r for w in worlds for r in w.rates),
-        crowd=crowd_of(worlds) if machine.device == "cpu" else {1: 1.0},
-        disk_write_per_s=bandwidth.get("disk write"),
-        disk_read_per_s=bandwidth.get("disk read"),
+        units=measured.units,
+        moves=measured.moves,
+        rates=measured.rates,
+        crowd=crowd_of(measured.units) if machine.device == "cpu" else {1: 1.0},
+        disk_write_per_s=measured.bandwidth.get("disk write"),
+        disk_read_per_s=measured.bandwidth.get("disk read"),
     )
-    return replace(found, accelerator=_accelerator(found, bandwidth, config, shape))
+    return replace(found, accelerator=_accelerator(found, measured.bandwidth, config, shape))
 
 
-def crowd_of(worlds: Sequence[WorldRows]) -> dict[int, float]:
-    """Processes -> factor of a block's time over the same world's when one process computes alone."""
-    found = {1: 1.0}
-    for world in worlds:
-        blocks = [u for u in world.units if u.unit == "block" and u.tp == 1 and u.recompute == "none"]
-        took = {u.processes: u.forward_s + u.backward_s for u in blocks}
-        if 1 in took:
-            found |= {n: max(1.0, s / took[1]) for n, s in took.items() if n > 1}
-    return found
+def crowd_of(units: Sequence[UnitTime]) -> dict[int, float]:
+    """Processes -> factor of a block's time over that of a process alone with as many threads."""
+    blocks = [u for u in units if u.unit == "block" and u.tp == 1 and u.recompute == "none"]
+    took = {(u.processes, u.threads): u.forward_s + u.backward_s for u in blocks}
+    crowded = {n: s / took[1, t] for (n, t), s in took.items() if n > 1 and (1, t) in took}
+    return {1: 1.0} | {n: max(1.0, factor) for n, factor in crowded.items()}
 
 
 def merged(old: Profile, new: Profile) -> Profile:

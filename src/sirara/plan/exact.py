@@ -63,6 +63,7 @@ def counted(
         other = plan(configured(config, words), shape, setting, dp=dp, lower=False)
         if other.chosen:
             return other, words
-        # What a stage makes again at a time is only known when all stages' recipes are.
-        more = [m + max(0.0, s.step - room) for m, s in zip(more, other.held.stages, strict=True)]
+        # What a stage makes again at a time is only known when all stages' recipes are; a little may be less than a
+        # block's worth, so each try takes off twice as much as the one before.
+        more = [2 * m + max(0.0, s.step - room) for m, s in zip(more, other.held.stages, strict=True)]
     return found, overrides

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sirara.config.check import frozen_names
 from sirara.config.schema import RunConfig
-from sirara.plan.buffers import Buffers, buffers_of
+from sirara.plan.buffers import MOST_IN_TURN, Buffers, buffers_of, leaf_kind, made_in_turn
 from sirara.plan.constants import Constants
 from sirara.plan.from_config import AUTO_DEPTH, STATES, WEIGHT_BYTES, stage_units
 from sirara.plan.hardware import Table
@@ -25,7 +25,7 @@ from sirara.plan.points import Points, concatenate, pieces_of
 from sirara.pure.families import ModelShape, UnitSpec, unit_specs, with_frozen
 from sirara.pure.groups import ALIGN, Group, flat_groups
 from sirara.pure.recompute import Kinds, kinds_of_blocks
-from sirara.pure.schedule import Schedule, rank_of, schedule, sending_early
+from sirara.pure.schedule import Kind, Schedule, rank_of, schedule, sending_early
 from sirara.pure.simulate import Costs, simulate
 from sirara.pure.tree import Deal, deal
 
@@ -238,7 +238,8 @@ def _stage(
     owed: float,
 ) -> StageMemory:
     m = config.mesh
-    mine = [r for stage, r in enumerate(split) if rank_of(m.schedule, m.pp, stage) == rank]
+    by_stage = {s: r for s, r in enumerate(split) if rank_of(m.schedule, m.pp, s) == rank}
+    mine = list(by_stage.values())
     last = split[-1].stop - 1
 
     def here(unit: int) -> bool:
@@ -247,7 +248,7 @@ def _stage(
     held_groups = [g for g in groups if any(here(use.unit) for use in g.uses)]
     weights = masters = optimizer = 0
     offloaded = config.offload.optimizer != "none"
-    sums = 8 if config.train.precision == "fp64" else 4
+    sums = _sum_bytes(config)
     for g in held_groups:
         shard = g.shard_numel(dealt.dp)
         own = _bytes_of(config, g)
@@ -256,17 +257,16 @@ def _stage(
         if g.trainable and here(g.uses[0].unit) and not offloaded:
             masters += sums * updated * (own < sums)
             optimizer += _states(config, g) * sums * updated
-    counts = {
-        stage: len(r) - (0 in r) - (last in r)
-        for stage, r in enumerate(split)
-        if rank_of(m.schedule, m.pp, stage) == rank
-    }
+    counts = {stage: len(r) - (0 in r) - (last in r) for stage, r in by_stage.items()}
     blocks = sum(counts.values())
     kept = _kept(config, counts, block)
     # A sent hidden state is held until the next stage has it, a received gradient while it is used.
     beside = (m.pp > 1) * 2 * block.boundary + here(last) * max(0.0, alive - 1) * block.head
     # What is owed is kept already where a block is not made again.
     late = sum(max(0.0, block.owed - block.kept(kinds)) for kinds in _kinds(config, counts))
+    gradients = None if offloaded else _in_turn(config, rank, by_stage, held_groups, dealt)
+    if gradients is None:
+        gradients = 0 if offloaded else _gradients(config, held_groups, here, dealt, buffers)
     return StageMemory(
         rank=rank,
         blocks=blocks,
@@ -274,7 +274,7 @@ def _stage(
         weights=weights,
         masters=masters,
         optimizer=optimizer,
-        gradients=0 if offloaded else _gradients(config, held_groups, here, dealt, buffers),
+        gradients=gradients,
         window=_window(config, mine, held_groups, dealt, last) if m.zero >= 3 else 0,
         activations=alive * (kept + here(0) * block.embedding) + beside + owed * late,
         loss=block.loss if here(last) else 0.0,
@@ -328,7 +328,7 @@ def _window(config: RunConfig, mine: Sequence[range], groups: Sequence[Group], d
 
 def _gradients(config: RunConfig, groups: Sequence[Group], here, dealt: Deal, buffers: Buffers) -> int:  # noqa: ANN001
     """Bytes of all sums of a rank; from ZeRO 2 on full buffers are shared, and two units have them at a time."""
-    sums = 8 if config.train.precision == "fp64" else 4
+    sums = _sum_bytes(config)
     total, full = 0, set[tuple[int, int]]()
     for g in groups:
         if not g.trainable:
@@ -346,3 +346,48 @@ def _gradients(config: RunConfig, groups: Sequence[Group], here, dealt: Deal, bu
         total += numel * (buffers.once_leaf * leaf + buffers.once_sum * sums)
         total += numel // dealt.dp * (buffers.once_shard_leaf * leaf + buffers.once_shard_sum * sums)
     return total
+
+
+def _in_turn(
+    config: RunConfig, rank: int, mine: Mapping[int, range], groups: Sequence[Group], dealt: Deal
+) -> int | None:
+    """`_gradients` of a rank with several chunks, which take each other's buffers; None where that is not played."""
+    m = config.mesh
+    uses = [
+        (stage, g, use.unit) for stage, units in mine.items() for g in groups if g.trainable
+        for use in g.uses if use.unit in units
+    ]  # fmt: skip
+    plain = config.numerics != "fast" and len({_bytes_of(config, g) for _, g, _ in uses}) == 1
+    if (
+        m.chunks == 1
+        or not plain
+        or (m.zero == 0 and dealt.dp > 1)
+        or dealt.places * len(uses) > MOST_IN_TURN
+    ):
+        return None
+    sums, leaf = _sum_bytes(config), _bytes_of(config, uses[0][1])
+    turns = _turns(m.schedule, m.pp, m.chunks, dealt.places)[rank]
+    order = sorted(uses, key=lambda use: -use[2])
+    made = made_in_turn(
+        turns,
+        tuple((stage, g.shard_numel(dealt.dp)) for stage, g, _ in order),
+        dealt,
+        leaf_kind(dealt, same=_same(config)),
+        m.zero >= 2,
+    )
+    return sum(
+        n * shard * (dealt.dp if size == "full" else 1) * (leaf if kind == "leaf" else sums)
+        for (shard, size, kind), n in made.items()
+    )
+
+
+@lru_cache(maxsize=64)
+def _turns(name: str, ranks: int, chunks: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """By rank, stages in the order in which it makes weight gradients in them."""
+    table = sending_early(schedule(name, ranks=ranks, chunks=chunks, microbatches=microbatches))
+    kinds = (Kind.BACKWARD, Kind.WEIGHT)
+    return tuple(tuple(a.stage for a in row if a.kind in kinds) for row in table.rows)
+
+
+def _sum_bytes(config: RunConfig) -> int:
+    return 8 if config.train.precision == "fp64" else 4

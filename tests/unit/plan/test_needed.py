@@ -94,9 +94,12 @@ def test_where_whole_blocks_are_not_enough_there_is_no_recipe():
     assert not found.fits and words[-1] == "train.recompute=none"
 
 
-@pytest.mark.parametrize("schedule", ["interleaved, virtual_stages: 2", "zb-v"])
-def test_a_recipe_has_an_entry_for_each_virtual_stage(schedule):
-    found, _ = needed(62.0, (f"mesh={{pp: 4, dp: 2, schedule: {schedule}}}",))
+@pytest.mark.parametrize(
+    ("schedule", "gib"),
+    [("interleaved, virtual_stages: 2", 58.0), ("interleaved, virtual_stages: 2", 56.0), ("zb-v", 60.0)],
+)
+def test_a_recipe_has_an_entry_for_each_virtual_stage(schedule, gib):
+    found, _ = needed(gib, (f"mesh={{pp: 4, dp: 2, schedule: {schedule}}}",))
     again = found.config.train.recompute
     assert found.fits and isinstance(again, list) and len(again) == 8 and all_kinds(again)
 

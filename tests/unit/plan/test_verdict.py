@@ -85,6 +85,29 @@ def test_buffers_of_a_large_model_are_those_of_the_real_rank():
     assert found.held.stages[0].gradients == pytest.approx(real, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "precision", "microbatches"),
+    [
+        ({"pp": 2, "schedule": "interleaved"}, "fp32", 8),
+        ({"pp": 2, "schedule": "interleaved"}, "fp32", 32),
+        ({"pp": 2, "dp": 2, "zero": 1, "schedule": "zb-v"}, "bf16", 12),
+        ({"pp": 4, "schedule": "interleaved"}, "fp32", 4),
+    ],
+)
+def test_chunks_of_a_rank_take_each_others_buffers_as_the_plan_says(mesh, precision, microbatches):
+    mesh = {"dp": 1, **mesh}
+    sizes = {**SIZES, "layers": 8, "hidden": 128}
+    shape = ModelShape(family="gpt2", layers=8, hidden=128, heads=4, vocab=101, max_seq=16)
+    c = config(model=sizes, mesh=mesh, precision=precision, global_batch=2 * microbatches * mesh["dp"])
+    found = plan(c, shape, setting(mesh["pp"] * mesh["dp"]), dp=mesh["dp"])
+    for stage in found.held.stages:
+        real = trace(c, shape, rank=stage.rank * mesh["dp"]).held
+        # Scratch of sums in two dtypes is not counted.
+        assert stage.gradients == pytest.approx(
+            real["gradients and exchange"], rel=1e-3 if precision == "fp32" else 0.2
+        )
+
+
 def test_blocks_hold_as_many_buffers_as_they_are_deep():
     for k in range(1, 5):
         dealt = deal(1 << k, 1, 1 << k)
