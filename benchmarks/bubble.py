@@ -1,7 +1,7 @@
 """The bubble of a pipeline as measured, beside the simulator's (pure/simulate.py).
 
     asleep   chunks that sleep for their cost: the executor, the mail and the table alone, on 2 and 4 ranks, however
-             few cores there are
+             few cores there are; the simulator is told how long a letter takes from one that slept to one that waits
     real     the 28M llama on 2 ranks: each action is timed; the simulator is given the medians per kind and stage
 
 The bubble is the share of all ranks' time, from the common start to the last rank's end, without computation.
@@ -15,7 +15,9 @@ from collections import defaultdict
 
 from benchmarks.sides import launch
 
-FORWARD_S, INPUT_S, WEIGHT_S = 0.008, 0.008, 0.008
+FORWARD_S, INPUT_S, WEIGHT_S = 0.1, 0.1, 0.1
+"""Long beside what it takes to wake a sleeping process and to start an action, which is half a millisecond here."""
+LETTERS = 15
 MICROBATCHES = 8
 
 
@@ -73,6 +75,27 @@ class Timed:
         return self._time("W", self.chunk.backward_weight, *args)
 
 
+def letter_s(mail, rank):
+    """Seconds from sending a letter until the other rank, which waits, has it: ranks 0 and 1, median."""
+    import torch
+
+    from sirara.comm.header import Tag
+
+    took = []
+    for n in range(LETTERS):
+        tag, letter = Tag(False, 0, n), torch.zeros(1, dtype=torch.float64)
+        if rank == 0:
+            time.sleep(FORWARD_S)
+            # One clock for all processes of a machine.
+            letter[0] = time.perf_counter()
+            mail.send(1, tag, letter)
+        elif rank == 1:
+            sent = mail.expect(0, tag, shape=letter.shape, dtype=letter.dtype).wait()
+            took.append(time.perf_counter() - float(sent[0]))
+    mail.finish()
+    return statistics.median(took) if took else 0.0
+
+
 def work(spec):
     """One rank: plays the table some times and reports busy time and makespan."""
     import torch
@@ -95,10 +118,12 @@ def work(spec):
             World(rank=rank, size=ranks, local_rank=rank, local_size=ranks, node=0), timeout_s=60
         )
         chunks = {s: Timed(Asleep(s, table.stages), notes) for s in table.stages_of(rank)}
+        mail = Mail(comm, device=torch.device("cpu"))
+        letter = letter_s(mail, rank)
         pipeline = Pipeline(
             chunks,
             table,
-            Mail(comm, device=torch.device("cpu")),
+            mail,
             rank=rank,
             hidden=Hidden(size=8, dtype=torch.float32),
         )
@@ -113,6 +138,7 @@ def work(spec):
     else:
         from benchmarks.parallel import SPLITS
 
+        letter = 0.0
         side = Ours(
             spec["precision"],
             microbatches=MICROBATCHES,
@@ -151,6 +177,7 @@ def work(spec):
     answer = {
         "spans": spans[1:],
         "busy": busy[1:],
+        "letter": letter,
         "costs": {key: statistics.median(values) for key, values in costs.items()},
     }
     answers = [None] * ranks
@@ -168,7 +195,7 @@ def played(name, ranks):
     return sending_early(table)
 
 
-def simulated(name, ranks, costs):
+def simulated(name, ranks, costs, letter):
     """The simulator's result for costs like {"F0": seconds, "B0": ...}; what a table does not use counts nothing."""
     from sirara.pure.simulate import Costs, simulate
 
@@ -179,11 +206,17 @@ def simulated(name, ranks, costs):
 
     return simulate(
         table,
-        Costs(forward_s=column("F"), backward_s=column("B"), input_s=column("I"), weight_s=column("W")),
+        Costs(
+            forward_s=column("F"),
+            backward_s=column("B"),
+            input_s=column("I"),
+            weight_s=column("W"),
+            transfer_s=letter,
+        ),
     )
 
 
-def report(script, steps=5):
+def report(script, steps=3):
     """Prints and returns measured and simulated bubbles."""
     print(
         f"\n{'bubble, 8 microbatches':32} {'measured':>9} {'simulated':>10} {'makespan ms':>12} {'simulated':>10}"
@@ -205,7 +238,7 @@ def report(script, steps=5):
     for label, spec in runs:
         answers = launch(script, {"task": "bubble", "threads": 1, "steps": steps} | spec)
         costs = {key: value for answer in answers for key, value in answer["costs"].items()}
-        result = simulated(spec["name"], spec["ranks"], costs)
+        result = simulated(spec["name"], spec["ranks"], costs, max(a["letter"] for a in answers))
         makespans = [max(step) for step in zip(*(a["spans"] for a in answers), strict=True)]
         shares = [
             1 - sum(busy) / (len(busy) * span)

@@ -25,6 +25,9 @@ from sirara.plan.unlike import Arranged, arranged_text, arrangements, searched, 
 from sirara.plan.verdict import Change, Plan, Setting, nearest, plan, refusal
 from sirara.pure.families import ModelShape
 
+PLANNED = 7
+"""Changes near a layout that does not fit that are planned as it was."""
+
 
 def shape_on_paper(config: RunConfig) -> ModelShape:
     """The model's sizes; a tokenizer is opened only where the vocabulary is said to be its own."""
@@ -97,15 +100,14 @@ def planned(
                 "no_unlike_nodes": _why_no_ways(setting, found, ways),
             }
         )
-    else:
-        click.echo(text(found, assumed=assumed))
-        if changes:
-            click.echo("\n" + changes_text(found, changes, "what if"))
-        if setting.counts:
-            click.echo("\n" + arranged_text(ways, why_none(found)))
-    _write(found, assumed, html_file, png_file)
+    more = [changes_text(found, changes, "what if")] if changes else []
+    more += [arranged_text(ways, why_none(found))] if setting.counts else []
+    if not as_json:
+        click.echo("\n\n".join([text(found, assumed=assumed), *more]))
+    _write(found, assumed, more, html_file, png_file)
     if not found.fits and not any(way.fits and way.runs for way in ways):
-        raise refusal(found, _near(found, path, words))
+        near = _near(found, path, words)
+        raise refusal(found, [_what_if(found, wanted, path, words, keys) for keys in _first_that_fit(near)])
 
 
 def _searched(
@@ -151,22 +153,24 @@ def _searched(
                 "no_unlike_nodes": why,
             }
         )
-    else:
-        click.echo(text(best.best_now or best.best, assumed=assumed) + "\n\n" + search_text(best))
-        if len(found) > 1:
-            click.echo(
-                "\ndevices"
-                + "".join(
-                    f"\n  {f.best.gpus:>7,}  {hours(f.best.gpu_hours) if f.best.ends else 'never ends':>14}"
-                    f"{' device hours' if f.best.ends else ''}"
-                    for f in found
-                )
+    more = [search_text(best)]
+    if len(found) > 1:
+        more.append(
+            "devices"
+            + "".join(
+                f"\n  {f.best.gpus:>7,}  {hours(f.best.gpu_hours) if f.best.ends else 'never ends':>14}"
+                f"{' device hours' if f.best.ends else ''}"
+                for f in found
             )
-        if ways:
-            click.echo("\n" + arranged_text(ways))
-        elif setting.counts:
-            click.echo(f"\nunlike nodes\n  {_why_no_ways(setting, None, ways)}")
-    _write(best.best_now or best.best, assumed, html_file, png_file)
+        )
+    if ways:
+        more.append(arranged_text(ways))
+    elif setting.counts:
+        more.append(f"unlike nodes\n  {_why_no_ways(setting, None, ways)}")
+    shown = best.best_now or best.best
+    if not as_json:
+        click.echo("\n\n".join([text(shown, assumed=assumed), *more]))
+    _write(shown, assumed, more, html_file, png_file)
 
 
 def _why_no_ways(setting: Setting, found: Plan | None, ways: Sequence[Arranged]) -> str:
@@ -259,7 +263,7 @@ def _count(text: str) -> int:
 
 
 def _near(found: Plan, path: str, words: Sequence[str]) -> list[Change]:
-    """The neighbours of a plan by formulas, all at once."""
+    """The neighbours of a plan by formulas, all at once: most of them are not worth a plan of their own."""
     here: list[tuple[str, RunConfig | str, int]] = []
     changes: list[Change] = []
     for change in neighbours(found):
@@ -279,6 +283,13 @@ def _near(found: Plan, path: str, words: Sequence[str]) -> list[Change]:
     return [*nearest(found, here), *changes]
 
 
+def _first_that_fit(changes: Sequence[Change]) -> list[str]:
+    """The changes that are worth a plan of their own: the cheapest by formulas, and what other sums would save."""
+    fitting = sorted((c for c in changes if c.fits), key=lambda c: (not c.runs, c.step_s))
+    keys = [c.keys for c in fitting]
+    return keys[:PLANNED] + [k for k in keys[PLANNED:] if k == "numerics=fast"]
+
+
 def _record(change: Change) -> dict[str, Any]:
     """Null for what a change that cannot be has not: JSON has no NaN."""
     return {
@@ -288,10 +299,12 @@ def _record(change: Change) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _write(found: Plan, assumed: Sequence[str], html_file: str | None, png_file: str | None) -> None:
+def _write(
+    found: Plan, assumed: Sequence[str], more: Sequence[str], html_file: str | None, png_file: str | None
+) -> None:
     try:
         if html_file:
-            Path(html_file).write_text(as_html(found, assumed=assumed), encoding="utf-8")
+            Path(html_file).write_text(as_html(found, assumed=assumed, more=more), encoding="utf-8")
         if png_file:
             _drawn(found, png_file)
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:

@@ -35,6 +35,9 @@ class Accelerator:
 
     name: str
     names: tuple[str, ...]
+    kin: str
+    """The one whose fitted factors are right for it: itself, or the shipped one that a user's own leans on, as long
+    as it does not say itself what a large matmul reaches."""
     peak_flops_per_s: Mapping[str, float]
     achievable: float
     achievable8: float
@@ -100,6 +103,7 @@ class Table:
     """Columns of several accelerators, [A] or [A, dtype], to be indexed by `Points.accelerator`."""
 
     names: tuple[str, ...]
+    kin: tuple[str, ...]
     peak: Floats
     share: Floats
     grouped: Floats
@@ -123,6 +127,7 @@ def table(accelerators: Sequence[Accelerator]) -> Table:
 
     return Table(
         names=tuple(a.name for a in accelerators),
+        kin=tuple(a.kin for a in accelerators),
         peak=np.array([[a.peak(d) if a.computes(d) else np.nan for d in DTYPES] for a in accelerators]),
         share=np.array([[a.share(d) for d in DTYPES] for a in accelerators]),
         attention=np.array([[a.attention_plain, a.attention_tuned] for a in accelerators]),
@@ -228,10 +233,11 @@ def _parse(data: Any, known: Mapping[str, Accelerator], where: str) -> dict[str,
             raise ConfigError(
                 f"{name}: unknown keys {', '.join(strange)}", code="SR211", where=where, try_=sorted(_FIELDS)
             )
-        base = row.get("like")
+        base, kin = row.get("like"), name
         if base is not None and base in rows:
             row = {**rows[base], **row}
         elif base is not None and base in known:
+            kin = name if "achievable" in row else known[base].kin
             row = {**_row_of(known[base]), **row}
         elif base is not None:
             raise ConfigError(
@@ -239,7 +245,7 @@ def _parse(data: Any, known: Mapping[str, Accelerator], where: str) -> dict[str,
                 try_=[f"one of {', '.join(known)}"] if known else [],
             )  # fmt: skip
         rows[name] = row
-        found[name] = _accelerator(name, row, where)
+        found[name] = _accelerator(name, kin, row, where)
     return found
 
 
@@ -295,7 +301,7 @@ def _check(name: str, row: Mapping[str, Any], where: str) -> None:
                 say(key, value, "a whole number")
 
 
-def _accelerator(name: str, row: Mapping[str, Any], where: str) -> Accelerator:
+def _accelerator(name: str, kin: str, row: Mapping[str, Any], where: str) -> Accelerator:
     needed = {"peak", "achievable", "hbm", "hbm_per_s", "up", "domain", "out", "host", "units"}
     missing = sorted(needed - set(row))
     if missing:
@@ -305,6 +311,7 @@ def _accelerator(name: str, row: Mapping[str, Any], where: str) -> Accelerator:
     return Accelerator(
         name=name,
         names=tuple(row.get("names", ())),
+        kin=kin,
         peak_flops_per_s={d: float(p) * 1e12 for d, p in row["peak"].items()},
         achievable=float(row["achievable"]),
         achievable8=float(row.get("achievable8", row["achievable"])),

@@ -33,6 +33,10 @@ MOST_SIMULATED = 2
 """Microbatches per stage that are played at most: what is alive at once does not grow after them."""
 
 
+EVALUATED = 8
+"""Batches that are in a pipeline at once when it evaluates: `AT_ONCE` of train/evaluate.py."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
     """Bytes on one pipeline rank, by what they are for; `units`: of each of its chunks."""
@@ -54,6 +58,8 @@ class StageMemory:
     """Microbatches whose activations are held at once, in stages of this rank's whole depth."""
     libraries: int = 0
     """What matrix libraries keep for themselves; on accelerators it is part of the context."""
+    letter: float = 0.0
+    """A hidden state on its way to or from another stage."""
 
     @property
     def static(self) -> int:
@@ -69,15 +75,17 @@ class StageMemory:
         """Allocated bytes at the peak of each phase of a run.
 
         start: initial values are drawn for one slab at a time.  save: weights and state are copied to the host, piece
-        by piece.  resume: as start.  evaluation: a forward of one microbatch, nothing kept.
+        by piece.  resume: as start.  evaluation: forwards alone; the hidden states of all batches that are in the pipeline
+        may wait at its slowest stage, on their way in or out.
         """
         state = self.weights + self.masters + self.optimizer + self.window
+        waiting = 2 * EVALUATED * len(self.units) * self.letter
         return {
             "start": state,
             "step": self.step,
             "checkpoint save": self.static,
             "resume": state,
-            "evaluation": self.static + max(self.loss, self.transient),
+            "evaluation": self.static + max(self.loss, self.transient) + waiting,
         }
 
 
@@ -281,6 +289,7 @@ def _stage(
         transient=max(block.working, here(0) * (block.rows - kept)),
         alive=alive,
         libraries=round(block.libraries),
+        letter=block.boundary if m.pp > 1 else 0.0,
     )
 
 

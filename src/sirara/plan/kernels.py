@@ -62,7 +62,7 @@ class Block:
 
 
 def rates(p: Points, hw: Table, k: Constants) -> Rates:
-    factor = k.factors(hw.names)
+    factor = k.factors(hw.kin)
     at = p.accelerator
     peak = hw.peak[at, p.dtype] * hw.share[at, p.dtype]
     bf16 = DTYPES.index("bf16")

@@ -26,8 +26,8 @@ _STYLE = (
 )
 
 
-def as_html(plan: Plan, *, assumed: Sequence[str] = ()) -> str:
-    """Memory bars, the step's terms, the timeline, and the text."""
+def as_html(plan: Plan, *, assumed: Sequence[str] = (), more: Sequence[str] = ()) -> str:
+    """Memory bars, the step's terms, the timeline, and the text; more: texts about it, such as a search's."""
     capacity = plan.setting.capacity_bytes
     full = max(capacity, plan.device_bytes)
     parts = [f"<h1>{html.escape(plan.config.name)}</h1>", f"<p>{html.escape(verdict_of(plan))}</p>"]
@@ -56,7 +56,8 @@ def as_html(plan: Plan, *, assumed: Sequence[str] = ()) -> str:
     if result is not None:
         parts.append(f"<h2>Schedule {plan.held.table.name}</h2>")
         parts += [f'<div class="line">{_spans(spans, result.makespan_s)}</div>' for spans in result.timeline]
-    parts.append(f"<h2>In words</h2><pre>{html.escape(text(plan, assumed=assumed))}</pre>")
+    words = "\n\n".join([text(plan, assumed=assumed), *more])
+    parts.append(f"<h2>In words</h2><pre>{html.escape(words)}</pre>")
     title = html.escape(plan.config.name)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'

@@ -27,7 +27,7 @@ from sirara.plan.layouts import (
     words_of,
 )
 from sirara.plan.table import Table, evaluated
-from sirara.plan.verdict import GIB, Plan, Setting
+from sirara.plan.verdict import GIB, UNITS, Plan, Setting
 from sirara.pure.shape import ModelShape
 
 Floats = NDArray[np.float64]
@@ -36,6 +36,8 @@ SLOWER = 1.25
 """How much slower than the fastest a layout may be that is wanted for its little memory."""
 TRIED = 60
 """Candidates whose memory is counted exactly, at most."""
+TIMED = 100
+"""Of the best by formulas, those that are timed by a profile's units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,8 @@ def _search(config: RunConfig, shape: ModelShape, setting: Setting, space: Space
     seconds = time.perf_counter() - began
     if not np.isfinite(table.step).any():
         raise _nothing(table, setting)
+    if setting.profile is not None:
+        _timed_by_units(config, shape, setting, table, objective)
     best, at = _first(config, shape, setting, table, objective, now=False)
     if best is None:
         raise _nothing(table, setting)
@@ -189,6 +193,22 @@ def _first(
         if not needed or objective == "memory":
             break
     return best, best_at
+
+
+def _timed_by_units(
+    config: RunConfig, shape: ModelShape, setting: Setting, table: Table, objective: str
+) -> None:
+    """Replaces formulas by measured times where the profile has them; all others are as far off as those were."""
+    measured, ratios = dict[int, float](), list[float]()
+    for at in map(int, _ranked(table, objective)[:TIMED]):
+        formula_s = float(table.step.flat[at])
+        found = _counted(config, shape, setting, table, at)
+        if found is not None and found.how == UNITS:
+            measured[at] = found.step_s
+            ratios.append(found.step_s / formula_s)
+    if measured:
+        table.step *= np.median(ratios)
+        table.step.flat[list(measured)] = list(measured.values())
 
 
 def _too_large(table: Table, at: int) -> None:

@@ -365,8 +365,6 @@ def refusal(plan: Plan, changes: Sequence[Change]) -> PlanError:
 
 
 def _advice(plan: Plan, change: Change) -> str:
-    # Changes are counted by formulas, so they are compared with what formulas say of this plan.
-    base = slowest(plan.point, plan.setting.table, plan.setting.constants)
-    faster = float(base.step_s[0]) / change.step_s - 1
+    faster = plan.step_s / change.step_s - 1
     later = "" if change.runs else "; does not run yet"
     return f"{change.keys:<34} (device {change.device_bytes / GIB:.1f} GiB, {faster:+.0%} tokens/s{later})"

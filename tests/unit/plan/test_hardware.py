@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from sirara.errors import ConfigError
-from sirara.plan.hardware import DTYPES, Cluster, find, load, shipped, shipped_table
+from sirara.plan.constants import fitted
+from sirara.plan.hardware import DTYPES, Cluster, find, load, shipped, shipped_table, table
 
 NEEDED = [
     "v100-32gb", "a100-40gb", "a100-80gb", "h100-sxm", "h100-pcie", "h200", "b200", "gb200", "b300", "mi250x", "mi300x",
@@ -33,6 +34,19 @@ def test_shipped_accelerator_has_peaks_memory_links_and_named_sources(name):
 )
 def test_accelerator_is_found_by_any_of_its_names(written, found):
     assert find(written).name == found
+
+
+@pytest.mark.parametrize(("more", "kin"), [("out: 12.5", "a100-80gb"), ("achievable: 0.5", "mine")])
+def test_what_was_fitted_to_an_accelerator_is_right_for_one_like_it_unless_its_rate_is_known(
+    tmp_path, more, kin
+):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"mine: {{like: a100-80gb, {more}}}\n")
+    found = table([find("a100-80gb"), load(file)])
+    assert found.kin == ("a100-80gb", kin)
+    factors = fitted().factors(found.kin)
+    assert factors[0, 0] != 1.0
+    assert (factors[1] == (factors[0] if kin != "mine" else 1.0)).all()
 
 
 def test_unknown_accelerator_is_refused_with_the_known_ones():

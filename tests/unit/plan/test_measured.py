@@ -5,7 +5,10 @@ from dataclasses import replace
 import pytest
 
 from sirara.config.schema import RunConfig
+from sirara.plan.exact import configured
+from sirara.plan.layouts import SELECTIVE, Space
 from sirara.plan.profile import Move, Profile, Rate, signature_of, this_machine
+from sirara.plan.search import search
 from sirara.plan.setting import Setting, setting_here
 from sirara.plan.verdict import FORMULA, RATES, UNITS, plan
 from sirara.pure.shape import ModelShape
@@ -100,3 +103,28 @@ def test_exchanges_and_updates_take_what_was_measured():
 def test_what_was_not_measured_is_a_formula(changed):
     assert planned(config(**changed), measured()).how == RATES
     assert planned(config(**changed), None).how == FORMULA
+
+
+def test_a_search_ranks_by_measured_times_where_there_are_some():
+    # Formulas say that making things again costs time; here it was measured to save much.
+    again = replace(
+        unit("block", forward=0.01, backward=0.001, signature=signature_of(SHAPE)), recompute="selective"
+    )
+    p = measured()
+    there = replace(p, units=(*p.units, again))
+    setting, _ = setting_here("cpu", workers=2, env={"SIRARA_PROFILE": "none"})
+    base = config(mesh={"dp": "auto"})
+    space = Space(precision=("fp32",), 
+        gpus=2, pp=(1, 2), tp=(1,), zero=(0, 1), micro_batch=(1,), sequence_parallel=(0,),
+        recompute=((0, 1.0), (SELECTIVE, 1.0), (64, 1.0)),
+    )  # fmt: skip
+    by_formula = search(base, SHAPE, setting, space)
+    by_units = search(base, SHAPE, replace(setting, profile=there), space)
+    assert by_formula.best_words["recompute"] == "none" and by_units.best_words["recompute"] == "selective"
+    assert by_units.best.how == UNITS
+    for other in by_units.alternatives:
+        c = configured(base, other.overrides)
+        exact = plan(c, SHAPE, replace(setting, profile=there), dp=c.mesh.dp)
+        assert exact.how == UNITS and other.step_s == pytest.approx(exact.step_s)
+        # Layouts that take the same time to a thousandth are ranked by memory.
+        assert other.step_s >= by_units.best.step_s * 0.999

@@ -12,6 +12,7 @@ from sirara.plan.buffers import _closed, buffers_of
 from sirara.plan.constants import fitted
 from sirara.plan.from_config import cluster_of
 from sirara.plan.hardware import find, table
+from sirara.plan.held import EVALUATED
 from sirara.plan.saved import host_bytes, state_bytes
 from sirara.plan.verdict import (
     GIB,
@@ -24,6 +25,7 @@ from sirara.plan.verdict import (
 from sirara.pure.families import PRESETS, parameter_count, unit_specs
 from sirara.pure.shape import ModelShape
 from sirara.pure.tree import Deal, deal
+from sirara.train.evaluate import AT_ONCE
 from sirara.train.trace import trace
 
 SHAPE = ModelShape(family="gpt2", layers=4, hidden=64, heads=4, vocab=101, max_seq=16)
@@ -135,6 +137,19 @@ def test_the_closed_form_of_buffers_is_what_is_played():
                 for name, count in exact.items():
                     near = 6 if name == "once_shard_sum" else 1 if name.startswith("shard") else 0
                     assert abs(closed[name] - count) <= near, (total, dp, k, lean, same, name)
+
+
+def test_an_evaluating_pipeline_has_room_for_the_hidden_states_that_wait():
+    assert EVALUATED == AT_ONCE
+    meshes = ({"dp": 1}, {"pp": 2, "dp": 1})
+    one, piped = (plan(config(mesh=m, precision="fp32"), SHAPE, setting(2), dp=1) for m in meshes)
+    for stage in one.held.stages:
+        assert stage.phases()["evaluation"] == stage.static + max(stage.loss, stage.transient)
+    # 2 x 16 tokens of 64 numbers of 4 bytes, as many in as out.
+    letter = 2 * 16 * 64 * 4
+    for stage in piped.held.stages:
+        alone = stage.static + max(stage.loss, stage.transient)
+        assert stage.phases()["evaluation"] == alone + 2 * AT_ONCE * letter
 
 
 @pytest.mark.parametrize("mesh", [{}, {"pp": 2, "dp": 2}, {"tp": 2, "dp": 2, "zero": 3}])
