@@ -75,8 +75,8 @@ class StageMemory:
         """Allocated bytes at the peak of each phase of a run.
 
         start: initial values are drawn for one slab at a time.  save: weights and state are copied to the host, piece
-        by piece.  resume: as start.  evaluation: forwards alone; the hidden states of all batches that are in the pipeline
-        may wait at its slowest stage, on their way in or out.
+        by piece.  resume: as start.  evaluation: forwards alone; the hidden states of all batches in the pipeline may
+        wait at its slowest stage, on their way in or out.
         """
         state = self.weights + self.masters + self.optimizer + self.window
         waiting = 2 * EVALUATED * len(self.units) * self.letter

@@ -114,7 +114,7 @@ def test_a_search_ranks_by_measured_times_where_there_are_some():
     there = replace(p, units=(*p.units, again))
     setting, _ = setting_here("cpu", workers=2, env={"SIRARA_PROFILE": "none"})
     base = config(mesh={"dp": "auto"})
-    space = Space(precision=("fp32",), 
+    space = Space(precision=("fp32",),
         gpus=2, pp=(1, 2), tp=(1,), zero=(0, 1), micro_batch=(1,), sequence_parallel=(0,),
         recompute=((0, 1.0), (SELECTIVE, 1.0), (64, 1.0)),
     )  # fmt: skip
