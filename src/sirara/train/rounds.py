@@ -58,7 +58,8 @@ class Place:
 
     def agreed(self, value: float) -> float:
         """The largest value of all ranks.  Collective."""
-        return float(self.comm.gather_rows("agree", torch.tensor([value], device=self.device)).max())
+        row = torch.tensor([value], dtype=torch.float64, device=self.device)
+        return float(self.comm.gather_rows("agree", row).max())
 
     def now(self) -> float:
         """Seconds, once the device has done what it was given."""
