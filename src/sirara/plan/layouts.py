@@ -151,7 +151,11 @@ def whole_space(config: RunConfig, shape: ModelShape, accelerator: Accelerator, 
             *(((full, n / SHARES) for n in range(1, SHARES)) if t.compile else ()),
             (full, 1.0),
         ),
-        offload=(("none", "none"), ("host", "none"), ("none", "host")),
+        # A CPU's memory is the host's.
+        offload=(
+            ("none", "none"),
+            *((("host", "none"), ("none", "host")) if accelerator.kin != "cpu" else ()),
+        ),
         precision=tuple(precisions),
     )
 

@@ -61,7 +61,8 @@ def measured_times(
 
     Args:  ranks: of the job.  per_node: of one node, which share its cores on the CPU.
     """
-    if config.train.compile or config.mesh.cp > 1 or config.mesh.ep > 1:
+    offloaded = {config.offload.optimizer, config.offload.params, config.offload.activations} != {"none"}
+    if config.train.compile or config.mesh.cp > 1 or config.mesh.ep > 1 or offloaded:
         return None
     on_node = min(ranks, per_node)
     split = stage_units(config, shape)
