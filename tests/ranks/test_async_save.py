@@ -84,16 +84,16 @@ class Rank:
 
     @property
     def keeper(self) -> int:
-        assert self.manager._background is not None
-        pid = self.manager._background.keeper.pid
+        assert self.manager.beside.background is not None
+        pid = self.manager.beside.background.keeper.pid
         assert pid is not None
         return pid
 
     def ready(self) -> None:
         """The keeper has started and waits."""
         self.manager.prepare(self.plan)
-        assert self.manager._background is not None
-        self.manager._background.keeper.hello()
+        assert self.manager.beside.background is not None
+        self.manager.beside.background.keeper.hello()
 
 
 def expected_digest(state: dict[str, torch.Tensor]) -> str:
@@ -165,7 +165,7 @@ def a_keeper_is_killed(folder: str, victim: int) -> list[Any]:
     again = rank.start(6, patient=True)
     second = rank.manager.wait()
     assert second is not None and second.fault is None, second
-    starts = rank.manager._background.keeper.starts if rank.manager._background else 0
+    starts = rank.manager.beside.background.keeper.starts if rank.manager.beside.background else 0
     rank.manager.close(clean=True)
     return [str(first.fault), [o.kind for o in told], due, again, starts, rank.manager.newest(), killed]
 
@@ -397,7 +397,7 @@ def many_saves(folder: str, saves: int) -> list[Any]:
         if step in (saves // 4, saves):
             shared = sum(p.stat().st_blocks for p in (Path(folder) / "shm").rglob("*") if p.is_file())
             seen.append((footprint(os.getpid()), footprint(rank.keeper), shared))
-    starts = rank.manager._background.keeper.starts if rank.manager._background else 0
+    starts = rank.manager.beside.background.keeper.starts if rank.manager.beside.background else 0
     rank.manager.close(clean=True)
     return [seen, starts, rank.manager.newest()]
 

@@ -440,16 +440,16 @@ def test_a_snapshot_that_cannot_be_taken_is_a_failed_save_and_no_more(tmp_path):
         aliases={},
     )
     m.prepare(given.plan)
-    stage = m._background.stage
+    stage = m.beside.background.stage
 
     def full(*args):
         raise StorageError("no room for the snapshot", code="SR601")
 
-    m._background.stage = full
+    m.beside.background.stage = full
     m.start(1, given, tiers=("disk",))
     (outcome,) = m.poll()
     assert (outcome.kind, outcome.in_a_row) == ("failed", 1) and "no room" in str(outcome.fault)
-    m._background.stage = stage
+    m.beside.background.stage = stage
     m.start(2, given, tiers=("disk",), patient=True)
     assert m.wait().fault is None and m.newest() == [2]
     m.close(clean=True)
