@@ -41,7 +41,8 @@ def test_a_machine_is_measured_and_plans_are_made_of_what_was_found(tmp_path, mo
     found = read(out)
     assert {u.unit for u in found.units} == {"embed", "block", "head"}
     assert {m.kind for m in found.moves} == {"exchange", "rows", "letter"}
-    assert {"add", "copy", "norm", "product", "attention", "update adamw"} <= {r.kind for r in found.rates}
+    kinds = {"add", "copy", "norm", "product", "attention", "update adamw"}
+    assert {f"{kind} fp32" for kind in kinds} <= {r.kind for r in found.rates}
     assert found.disk_write_per_s and found.disk_read_per_s
 
     monkeypatch.setenv("SIRARA_PROFILE", str(out))
@@ -51,3 +52,25 @@ def test_a_machine_is_measured_and_plans_are_made_of_what_was_found(tmp_path, mo
             assert plan["time"]["how"] == UNITS
             assert 0 < plan["time"]["step_s"] < 60
     assert "measured on this machine" in say(str(file), "mesh.dp=1", "--gpu", "here")
+
+
+@pytest.mark.parametrize(
+    ("out", "why"),
+    [
+        ("noext", "does not end in .yaml"),
+        ("c.yaml", "is there and is no profile"),
+        ("c.yaml/p.yaml", "cannot be written"),
+    ],
+)
+def test_a_place_that_is_no_profiles_is_refused_before_anything_is_measured(tmp_path, out, why):
+    file = tmp_path / "c.yaml"
+    file.write_text(CONFIG)
+    result = CliRunner().invoke(cli, ["plan", "calibrate", str(file), "--out", str(tmp_path / out)])
+    assert result.exit_code == 2 and why in result.stderr
+    assert file.read_text() == CONFIG
+
+
+def test_without_a_place_and_with_profiles_turned_off_nothing_is_measured(monkeypatch):
+    monkeypatch.setenv("SIRARA_PROFILE", "none")
+    result = CliRunner().invoke(cli, ["plan", "calibrate"])
+    assert result.exit_code == 2 and "no profile" in result.stderr

@@ -56,13 +56,16 @@ def setting_of(loaded: Loaded, wanted: Wanted) -> tuple[Setting, list[str]]:
             )  # fmt: skip
         gpus = sum(counts)
     m, config = loaded.config.mesh, loaded.config
-    if gpus is None and nodes is not None:
+    if gpus is None and nodes is not None and not accelerator.on_cpu:
         gpus = cluster_of(accelerator, nodes=nodes).gpus
     if gpus is None:
         gpus = degree_of_dp(config, None) * m.pp * m.cp * m.tp
         if m.dp == "auto" and config.launch.nproc == "auto":
             assumed.append(f"{gpus} devices (--gpus)")
     price, mtbf = _positive("--price", wanted.price, or_none=True), _positive("--mtbf", wanted.mtbf)
+    if accelerator.on_cpu and nodes is None:
+        # Processes share a machine's cores, however many there are; another machine is asked for.
+        nodes = config.launch.nodes if gpus % config.launch.nodes == 0 else 1
     setting = Setting(
         cluster=cluster_of(accelerator, gpus=gpus, nodes=nodes),
         table=table(kinds),
@@ -91,7 +94,7 @@ def stand_ins(kinds: Table, precision: str) -> list[str]:
             )  # fmt: skip
         own = next((a for a in shipped().values() if a.name == name), None)
         if own is not None and precision not in own.peak_flops_per_s:
-            instead = next(d for d, p in own.peak_flops_per_s.items() if p == peak[at])
+            instead = next((d for d, p in own.peak_flops_per_s.items() if p == peak[at]), "another dtype")
             said.append(f"{name} has no units for {precision}: the rate of {instead}")
     return said
 

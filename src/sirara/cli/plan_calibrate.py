@@ -25,15 +25,18 @@ from sirara.launch.local import count_gpus
 from sirara.launch.signals import die_with_parent
 from sirara.plan.calibrated import Measured, merged, profile_of
 from sirara.plan.profile import (
+    PROFILE,
     Move,
     Profile,
     Rate,
     UnitTime,
     default_path,
     here,
+    is_profile,
     read,
     text_of,
     this_machine,
+    understood,
 )
 
 CPU_S, GPU_S = 110.0, 540.0
@@ -82,6 +85,7 @@ def plan_calibrate(
         return
     if path is not None and "=" in path and not Path(path).exists():
         path, overrides = None, [path, *overrides]
+    target = _target(out)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sirara-calibrate-") as folder:
         loaded = _loaded(path, overrides, Path(folder))
@@ -95,9 +99,9 @@ def plan_calibrate(
         measured = _measured(most, loaded, Path(folder), budget_s - (time.monotonic() - began))
     base = here(machine.device, env={**os.environ, "SIRARA_PROFILE": "none"}).accelerator  # pyright: ignore[reportArgumentType]
     found = profile_of(machine, base, measured, loaded.config, shape)
-    target = Path(out) if out else default_path()
     found = _with_older(target, found)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    # What no plan could read must not replace what they can.
+    understood(text_of(found), target)
     write_durably(target, text_of(found))
     took = time.monotonic() - began
     if as_json:
@@ -116,13 +120,49 @@ def _loaded(path: str | None, words: Sequence[str], folder: Path) -> Loaded:
     return load(path, words, os.environ, on_paper=True)
 
 
+def _target(out: str | None) -> Path:
+    """Where the profile will go, tried before minutes are spent.
+
+    Raises:  ConfigError SR216 for a place that is no profile's or cannot be written to.
+    """
+    said = os.environ.get(PROFILE)
+    if out is None and said == "none":
+        raise ConfigError(
+            f"{PROFILE}=none says that plans use no profile", code="SR216", where="--out",
+            try_=["--out FILE.yaml", f"leave {PROFILE} out"],
+        )  # fmt: skip
+    path = Path(out) if out else default_path()
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(
+            f"{path} does not end in .yaml, as --gpu knows profiles", code="SR216", where="--out"
+        )
+    if path.exists() and path.stat().st_size and not is_profile(path):
+        raise ConfigError(
+            f"{path} is there and is no profile", code="SR216", where="--out", try_=["another --out"]
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}", code="SR216", where="--out", try_=["another --out"]
+        ) from error
+    return path
+
+
 def _with_older(target: Path, found: Profile) -> Profile:
-    """What an older profile of this machine knows of other models is kept."""
+    """What an older profile of this machine knows beside it is kept."""
     try:
         old = read(target)
-    except ConfigError:
+    except ConfigError as error:
+        if target.exists():
+            click.echo(f"the older profile is not kept: {error.why}", err=True)
         return found
-    return found if old.machine.differs(found.machine) else merged(old, found)
+    other = old.machine.differs(found.machine)
+    if other:
+        click.echo(f"the older profile is not kept: it is of {other}", err=True)
+    return found if other else merged(old, found)
 
 
 def _summary(p: Profile) -> dict[str, Any]:
@@ -186,6 +226,7 @@ def _measured(count: int, loaded: Loaded, folder: Path, budget_s: float) -> Meas
         moves=tuple(Move(**row) for row in data["moves"]),
         rates=tuple(Rate(**row) for row in data["rates"]),
         bandwidth=data["bandwidth"],
+        doubts=data["doubts"],
     )
 
 

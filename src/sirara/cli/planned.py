@@ -19,10 +19,11 @@ from sirara.plan.explain import SOURCES, changes_text, hours, text
 from sirara.plan.explain_search import search_record, search_text
 from sirara.plan.from_config import cluster_of, degree_of_dp
 from sirara.plan.layouts import whole_space
+from sirara.plan.offload import slowest
 from sirara.plan.page import as_html
 from sirara.plan.search import Found, search, smaller
 from sirara.plan.unlike import Arranged, arranged_text, arrangements, searched, why_none
-from sirara.plan.verdict import Change, Plan, Setting, nearest, plan, refusal
+from sirara.plan.verdict import UNITS, Change, Plan, Setting, nearest, plan, refusal
 from sirara.pure.families import ModelShape
 
 PLANNED = 7
@@ -229,6 +230,7 @@ def _what_if(found: Plan, wanted: Wanted, path: str, words: Sequence[str], chang
         loaded = load(path, [*words, *_freed(keys), *rest], os.environ, on_paper=True)
         setting, _ = setting_of(loaded, other)
         config = loaded.config
+        setting = replace(setting, formulas_off=_formulas_off(found))
         stand_ins(setting.table, config.train.precision)
         there = plan(config, shape_on_paper(config), setting, dp=degree_of_dp(config, setting.cluster.gpus))
     except SiraraError as error:
@@ -239,7 +241,16 @@ def _what_if(found: Plan, wanted: Wanted, path: str, words: Sequence[str], chang
         device_bytes=there.device_bytes,
         fits=there.fits,
         runs=not there.not_run,
+        measured=there.how == UNITS,
     )
+
+
+def _formulas_off(found: Plan) -> float:
+    """What measured times of a layout are of the formulas', so that neighbours by formulas can stand beside it."""
+    if found.how != UNITS:
+        return found.setting.formulas_off
+    formula = slowest(found.point, found.setting.table, found.setting.constants)
+    return found.step_s / float(formula.step_s[0])
 
 
 _MACHINE = ("gpus", "gpu")
@@ -295,7 +306,7 @@ def _record(change: Change) -> dict[str, Any]:
     return {
         "keys": change.keys, "step_s": None if change.error else change.step_s,
         "device_bytes": None if change.error else change.device_bytes, "fits": change.fits,
-        "runs_now": change.runs, "error": change.error,
+        "runs_now": change.runs, "measured": change.measured, "error": change.error,
     }  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def buffers_of(dealt: Deal, *, lean: bool, fast: bool, same: bool) -> Buffers:
     if dealt.microbatches > MOST_PLAYED and dealt.dp > 1:
         return _closed(dealt, leaf, lean=lean)
     turns = (0,) * dealt.places
-    two, three = ({kind[1:]: n for kind, n in made_in_turn(turns, ((0, 1),) * groups, dealt, leaf, lean).items()}
+    two, three = ({kind[1:]: n for kind, n in made_in_turn(turns, ((0, 1),) * groups, dealt, leaf, lean=lean).items()}
                   for groups in (2, 3))  # fmt: skip
     each = {kind: three[kind] - two.get(kind, 0) for kind in three}
     return Buffers(
@@ -99,7 +99,7 @@ def _closed(dealt: Deal, leaf: str, *, lean: bool) -> Buffers:
 
 @cache
 def made_in_turn(
-    turns: tuple[int, ...], groups: tuple[tuple[int, int], ...], dealt: Deal, leaf: str, lean: bool
+    turns: tuple[int, ...], groups: tuple[tuple[int, int], ...], dealt: Deal, leaf: str, *, lean: bool
 ) -> Mapping[tuple[int, str, str], int]:
     """What the pool of a rank has made after a step: groups of one size take each other's buffers.
 

@@ -4,16 +4,19 @@ The accelerator is what configurations are planned by whose own blocks were not 
 attention, memory and exchanges, and `achievable` such that the formula's block takes as long as the measured one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from sirara.config.schema import RunConfig
 from sirara.plan.constants import Constants, fitted
 from sirara.plan.from_config import as_points, cluster_of, layout_columns, model_columns
-from sirara.plan.hardware import Accelerator, table
+from sirara.plan.hardware import MOST_SHARE, Accelerator, table
 from sirara.plan.kernels import dense_block, rates
 from sirara.plan.profile import Machine, Move, Profile, Rate, UnitTime
 from sirara.pure.shape import ModelShape
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,7 @@ class Measured:
     moves: tuple[Move, ...]
     rates: tuple[Rate, ...]
     bandwidth: dict[str, float]
+    doubts: str = ""
 
 
 def profile_of(
@@ -45,6 +49,7 @@ def profile_of(
         crowd=crowd_of(measured.units) if machine.device == "cpu" else {1: 1.0},
         disk_write_per_s=measured.bandwidth.get("disk write"),
         disk_read_per_s=measured.bandwidth.get("disk read"),
+        doubts=measured.doubts,
     )
     return replace(found, accelerator=_accelerator(found, measured.bandwidth, config, shape))
 
@@ -58,31 +63,49 @@ def crowd_of(units: Sequence[UnitTime]) -> dict[int, float]:
 
 
 def merged(old: Profile, new: Profile) -> Profile:
-    """The new measurements, and those units of the old profile that were not measured again."""
+    """The new measurements, and those of the old profile that were not made again."""
 
-    def key(u: UnitTime) -> tuple[object, ...]:
+    def unit(u: UnitTime) -> tuple[object, ...]:
         return (u.signature, u.unit, u.micro_batch, u.seq_len, u.tp, u.sequence, u.dtype, u.threads, u.processes,
-                u.recompute)  # fmt: skip
+                u.recompute, u.dropped)  # fmt: skip
 
-    known = {key(u) for u in new.units}
-    return replace(new, units=(*(u for u in old.units if key(u) not in known), *new.units))
+    def kept(before: Sequence[T], now: Sequence[T], key: Callable[[T], object]) -> tuple[T, ...]:
+        known = {key(row) for row in now}
+        return (*(row for row in before if key(row) not in known), *now)
+
+    return replace(
+        new,
+        units=kept(old.units, new.units, unit),
+        moves=kept(old.moves, new.moves, lambda m: (m.kind, m.ranks, m.across, m.bytes)),
+        rates=kept(old.rates, new.rates, lambda r: (r.kind, r.processes)),
+        crowd={**old.crowd, **new.crowd},
+        disk_write_per_s=new.disk_write_per_s or old.disk_write_per_s,
+        disk_read_per_s=new.disk_read_per_s or old.disk_read_per_s,
+    )
 
 
 def _accelerator(
     p: Profile, bandwidth: dict[str, float], config: RunConfig, shape: ModelShape
 ) -> Accelerator:
     base, dtype, device = p.accelerator, config.train.precision, p.machine.device
-    busiest = max((r.processes for r in p.rates if r.processes <= p.machine.devices), default=1)
+    blocks = [u for u in p.units if u.unit == "block" and u.tp == 1 and u.recompute == "none"]
+    near = [u for u in blocks if u.processes <= p.machine.devices] or blocks
+    # Rates and the block are those of as many processes.
+    block = max(near, key=lambda u: u.processes) if near else None
+    busiest = 1 if block is None else block.processes
 
     def rate(kind: str) -> float | None:
         return p.rate(kind, processes=busiest)
 
-    product, attention, copy = rate("product"), rate("attention"), rate("copy")
+    wide = "fp64" if dtype == "fp64" else "fp32"
+    product, attention = rate(f"product {dtype}"), rate(f"attention {dtype}")
+    copy = rate(f"copy {wide}")
     k = fitted()
     factor = (product or base.peak(dtype)) / base.peak(dtype)
     peak = {d: v * factor for d, v in base.peak_flops_per_s.items()}
     sums = 8.0 if dtype == "fp64" else 4.0
     flash = base.attention_plain if attention is None else attention / (peak["bf16"] * k.attention)
+    flash = min(MOST_SHARE, flash)
     moved = base.hbm_bytes_per_s if copy is None else 2 * sums * copy
     exchanges = sorted((m for m in p.moves if m.kind == "exchange" and not m.across), key=lambda m: m.bytes)
     link = exchanges[-1].bytes / exchanges[-1].seconds if exchanges else base.up_bus_bytes_per_s
@@ -100,12 +123,9 @@ def _accelerator(
         host_bytes_per_s=bandwidth.get("host link", moved if device == "cpu" else base.host_bytes_per_s),
         sources=f"measured by `sirara plan calibrate` on {p.machine.date}; all else as {base.name}",
     )
-    blocks = [u for u in p.units if u.unit == "block" and u.tp == 1 and u.recompute == "none"]
-    near = [u for u in blocks if u.processes <= p.machine.devices]
-    if not near:
+    if block is None:
         return found
-    want = max(near, key=lambda u: u.processes)
-    return _fitted(found, want.forward_s + want.backward_s, k, config, shape)
+    return _fitted(found, block.forward_s + block.backward_s, k, config, shape)
 
 
 def _fitted(
@@ -123,7 +143,7 @@ def _fitted(
         block = dense_block(p, rates(p, table([tried]), k), k)
         return float(sum(max(block.work(way)[0], block.host[way][0]) for way in (0, 1)))
 
-    low, high = 0.01, 4.0
+    low, high = 0.01, MOST_SHARE
     for _ in range(40):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if formula_s(middle) > block_s else (low, middle)

@@ -12,7 +12,7 @@ Every time is split into what is exposed and what is hidden behind computation.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,12 @@ class Times:
     forward_s: Floats
     """One microbatch's forward on the slowest stage."""
     backward_s: Floats
+
+    def scaled(self, factor: float) -> "Times":
+        """Everything `factor` times as long."""
+        if factor == 1.0:
+            return self
+        return replace(self, **{f.name: getattr(self, f.name) * factor for f in fields(self)})
 
     def exposed(self) -> dict[str, Floats]:
         """The terms that add up to `step_s`."""

@@ -40,7 +40,9 @@ def search_text(found: Found) -> str:
         "nearest alternatives",
     ]
     for a in found.alternatives:
-        later = "" if a.runs else ", predicted only"
+        later = ("" if a.runs else ", predicted only") + (
+            ", by formulas" if found.best.setting.profile is not None and not a.measured else ""
+        )
         lines.append(
             f"  {duration(a.step_s):>9} {found.best.step_s / a.step_s - 1:>+7.1%}  {a.device_bytes / GIB:>6.1f} GiB  "
             f"{_difference(found.best_words, a.words)}{later}"

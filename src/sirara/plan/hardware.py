@@ -38,6 +38,8 @@ class Accelerator:
     kin: str
     """The one whose fitted factors are right for it: itself, or the shipped one that a user's own leans on, as long
     as it does not say itself what a large matmul reaches."""
+    on_cpu: bool
+    """Whether it is a CPU, whose memory is the host's."""
     peak_flops_per_s: Mapping[str, float]
     achievable: float
     achievable8: float
@@ -104,6 +106,7 @@ class Table:
 
     names: tuple[str, ...]
     kin: tuple[str, ...]
+    on_cpu: tuple[bool, ...]
     peak: Floats
     share: Floats
     grouped: Floats
@@ -128,6 +131,7 @@ def table(accelerators: Sequence[Accelerator]) -> Table:
     return Table(
         names=tuple(a.name for a in accelerators),
         kin=tuple(a.kin for a in accelerators),
+        on_cpu=tuple(a.on_cpu for a in accelerators),
         peak=np.array([[a.peak(d) if a.computes(d) else np.nan for d in DTYPES] for a in accelerators]),
         share=np.array([[a.share(d) for d in DTYPES] for a in accelerators]),
         attention=np.array([[a.attention_plain, a.attention_tuned] for a in accelerators]),
@@ -233,20 +237,39 @@ def _parse(data: Any, known: Mapping[str, Accelerator], where: str) -> dict[str,
             raise ConfigError(
                 f"{name}: unknown keys {', '.join(strange)}", code="SR211", where=where, try_=sorted(_FIELDS)
             )
-        base, kin = row.get("like"), name
+        base, kin, on_cpu = row.get("like"), name, name == "cpu"
+        if base is not None and not isinstance(base, str):
+            raise ConfigError(f"{name}: like is {base!r}, not the name of one", code="SR211", where=where)
         if base is not None and base in rows:
-            row = {**rows[base], **row}
-        elif base is not None and base in known:
-            kin = name if "achievable" in row else known[base].kin
-            row = {**_row_of(known[base]), **row}
+            row = _like(rows[base], row)
+        elif base is not None and (shipped_one := _known(base, known)) is not None:
+            kin = name if "achievable" in row else shipped_one.kin
+            on_cpu = shipped_one.on_cpu
+            row = _like(_row_of(shipped_one), row)
         elif base is not None:
             raise ConfigError(
                 f"{name} is like {base}, which is not known", code="SR211", where=where,
                 try_=[f"one of {', '.join(known)}"] if known else [],
             )  # fmt: skip
         rows[name] = row
-        found[name] = _accelerator(name, kin, row, where)
+        found[name] = _accelerator(name, row, where, kin=kin, on_cpu=on_cpu)
     return found
+
+
+def _like(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A row that leans on another; what a link carries of collectives follows from its own rate."""
+    left_out = {"up_bus"} if "up" in own else set()
+    return {**{k: v for k, v in base.items() if k not in left_out}, **own}
+
+
+def _known(name: str, known: Mapping[str, Accelerator]) -> Accelerator | None:
+    """By its name or an alias; None where there is none."""
+    if not known:
+        return None
+    try:
+        return find(name)
+    except ConfigError:
+        return None
 
 
 def _row_of(a: Accelerator) -> dict[str, Any]:
@@ -272,6 +295,8 @@ def _row_of(a: Accelerator) -> dict[str, Any]:
 
 
 _SHARES = {"achievable", "achievable8", "grouped", "attention", "hbm_achievable"}
+MOST_SHARE = 2.0
+"""Shares that were measured pass 1 a little, percentages by far."""
 _COUNTS = {"domain", "units"}
 _MAY_BE_NONE = {"overhead"}
 
@@ -285,6 +310,10 @@ def _check(name: str, row: Mapping[str, Any], where: str) -> None:
     peak = row["peak"]
     if not isinstance(peak, dict) or not peak or set(peak) - set(DTYPES):
         say("peak", peak, f"TFLOP/s by dtype, of {', '.join(DTYPES)}")
+    if "names" in row and not (
+        isinstance(row["names"], list) and all(isinstance(n, str) for n in row["names"])
+    ):
+        say("names", row["names"], "a list of names")
     if "attention" in row and not (isinstance(row["attention"], list) and len(row["attention"]) == 2):
         say("attention", row["attention"], "two shares")
     numbers = {key: [row[key]] for key in row.keys() - {"names", "like", "sources", "peak", "attention"}}
@@ -294,14 +323,13 @@ def _check(name: str, row: Mapping[str, Any], where: str) -> None:
                 say(key, value, "a number")
             if value < 0 or (value == 0 and key not in _MAY_BE_NONE):
                 say(key, value, "more than 0")
-            # Shares that were measured pass 1 a little, percentages by far.
-            if key in _SHARES and value > 2:
+            if key in _SHARES and value > MOST_SHARE:
                 say(key, value, "a share, such as 0.8")
             if key in _COUNTS and value != int(value):
                 say(key, value, "a whole number")
 
 
-def _accelerator(name: str, kin: str, row: Mapping[str, Any], where: str) -> Accelerator:
+def _accelerator(name: str, row: Mapping[str, Any], where: str, *, kin: str, on_cpu: bool) -> Accelerator:
     needed = {"peak", "achievable", "hbm", "hbm_per_s", "up", "domain", "out", "host", "units"}
     missing = sorted(needed - set(row))
     if missing:
@@ -312,6 +340,7 @@ def _accelerator(name: str, kin: str, row: Mapping[str, Any], where: str) -> Acc
         name=name,
         names=tuple(row.get("names", ())),
         kin=kin,
+        on_cpu=on_cpu,
         peak_flops_per_s={d: float(p) * 1e12 for d, p in row["peak"].items()},
         achievable=float(row["achievable"]),
         achievable8=float(row.get("achievable8", row["achievable"])),

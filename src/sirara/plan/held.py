@@ -6,7 +6,8 @@
 What blocks keep for backward comes from `memory.py`, asked for a stage of one block and one of two.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from sirara.config.check import frozen_names
 from sirara.config.schema import RunConfig
-from sirara.plan.buffers import MOST_IN_TURN, Buffers, buffers_of, leaf_kind, made_in_turn
+from sirara.plan.buffers import MOST_IN_TURN, MOST_PLAYED, Buffers, buffers_of, leaf_kind, made_in_turn
 from sirara.plan.constants import Constants
 from sirara.plan.from_config import AUTO_DEPTH, STATES, WEIGHT_BYTES, stage_units
 from sirara.plan.hardware import Table
@@ -25,10 +26,12 @@ from sirara.plan.points import Points, concatenate, pieces_of
 from sirara.pure.families import ModelShape, UnitSpec, unit_specs, with_frozen
 from sirara.pure.groups import ALIGN, Group, flat_groups
 from sirara.pure.recompute import Kinds, kinds_of_blocks
-from sirara.pure.schedule import Kind, Schedule, rank_of, schedule, sending_early
+from sirara.pure.schedule import Action, Kind, Schedule, rank_of, schedule, sending_early
 from sirara.pure.simulate import Costs, simulate
 from sirara.pure.tree import Deal, deal
 
+Here = Callable[[int], bool]
+"""Whether a unit is on a rank."""
 MOST_SIMULATED = 2
 """Microbatches per stage that are played at most: what is alive at once does not grow after them."""
 
@@ -128,7 +131,7 @@ def held(config: RunConfig, shape: ModelShape, point: Points, hardware: Table, c
         alive = (dealt.places,) * m.pp
     groups = flat_groups(units, tp=tp, sequence=m.sequence_parallel)
     block = _block_bytes(point, hardware, constants)
-    own = own_bytes(config, shape, tp=tp, weight=_weight_bytes(config), on_cpu=hardware.names[0] == "cpu")
+    own = own_bytes(config, shape, tp=tp, weight=_weight_bytes(config), on_cpu=hardware.on_cpu[0])
     if own is not None:
         block = _counted(own, block, offloaded=config.offload.activations != "none")
     buffers = buffers_of(dealt, lean=m.zero >= 2, fast=config.numerics == "fast", same=_same(config))
@@ -272,7 +275,7 @@ def _stage(
     beside = (m.pp > 1) * 2 * block.boundary + here(last) * max(0.0, alive - 1) * block.head
     # What is owed is kept already where a block is not made again.
     late = sum(max(0.0, block.owed - block.kept(kinds)) for kinds in _kinds(config, counts))
-    gradients = None if offloaded else _in_turn(config, rank, by_stage, held_groups, dealt)
+    gradients = None if offloaded else _in_turn(config, rank, by_stage, held_groups, here, dealt)
     if gradients is None:
         gradients = 0 if offloaded else _gradients(config, held_groups, here, dealt, buffers)
     return StageMemory(
@@ -335,30 +338,42 @@ def _window(config: RunConfig, mine: Sequence[range], groups: Sequence[Group], d
 # ---- buffers of gradient sums
 
 
-def _gradients(config: RunConfig, groups: Sequence[Group], here, dealt: Deal, buffers: Buffers) -> int:  # noqa: ANN001
+def _gradients(config: RunConfig, groups: Sequence[Group], here: Here, dealt: Deal, buffers: Buffers) -> int:
     """Bytes of all sums of a rank; from ZeRO 2 on full buffers are shared, and two units have them at a time."""
-    sums = _sum_bytes(config)
-    total, full = 0, set[tuple[int, int]]()
+    sums, cut = _sum_bytes(config), config.mesh.zero >= 2
+    uses = Counter[tuple[int, int]]()
     for g in groups:
-        if not g.trainable:
+        if g.trainable:
+            uses[g.shard_numel(dealt.dp), _bytes_of(config, g)] += sum(here(use.unit) for use in g.uses)
+    total = _guests(config, groups, here, dealt)
+    for (shard, leaf), count in uses.items():
+        full = shard * dealt.dp
+        if count == 1 and cut and config.numerics != "fast" and dealt.microbatches <= MOST_PLAYED:
+            # Nobody of its size takes turns with it; its exchange ends when the next unit of its chunk begins one.
+            groups_of = ((0, shard), (0, 0)) if config.mesh.chunks == 1 else ((0, shard),)
+            kind = leaf_kind(dealt, same=_same(config))
+            alone = made_in_turn((0,) * dealt.places, groups_of, dealt, kind, lean=True)
+            total += _bytes_made(alone, dealt.dp, leaf, sums)
             continue
-        shard, leaf = g.shard_numel(dealt.dp), _bytes_of(config, g)
-        uses = sum(here(use.unit) for use in g.uses)
-        nbytes = shard * (buffers.shard_leaf * leaf + buffers.shard_sum * sums)
+        each = shard * (buffers.shard_leaf * leaf + buffers.shard_sum * sums)
+        each += full * (buffers.full_leaf * leaf + buffers.full_sum * sums)
         # ZeRO 0 gathers the summed shards again: in a buffer that sums were made in, where there is one.
-        nbytes += shard * dealt.dp * sums * (config.mesh.zero == 0 and dealt.dp > 1 and not buffers.full_sum)
-        total += uses * nbytes
-        full.add((shard * dealt.dp, leaf))
-        whole = buffers.full_leaf * leaf + buffers.full_sum * sums
-        total += uses * shard * dealt.dp * whole
-    for numel, leaf in full:
-        total += numel * (buffers.once_leaf * leaf + buffers.once_sum * sums)
-        total += numel // dealt.dp * (buffers.once_shard_leaf * leaf + buffers.once_shard_sum * sums)
+        each += full * sums * (config.mesh.zero == 0 and dealt.dp > 1 and not buffers.full_sum)
+        once = full * (buffers.once_leaf * leaf + buffers.once_sum * sums)
+        once += shard * (buffers.once_shard_leaf * leaf + buffers.once_shard_sum * sums)
+        total += count * each + once
     return total
 
 
+def _bytes_made(made: Mapping[tuple[int, str, str], int], dp: int, leaf: int, sums: int) -> int:
+    return sum(
+        n * shard * (dp if size == "full" else 1) * (leaf if kind == "leaf" else sums)
+        for (shard, size, kind), n in made.items()
+    )
+
+
 def _in_turn(
-    config: RunConfig, rank: int, mine: Mapping[int, range], groups: Sequence[Group], dealt: Deal
+    config: RunConfig, rank: int, mine: Mapping[int, range], groups: Sequence[Group], here: Here, dealt: Deal
 ) -> int | None:
     """`_gradients` of a rank with several chunks, which take each other's buffers; None where that is not played."""
     m = config.mesh
@@ -367,35 +382,52 @@ def _in_turn(
         for use in g.uses if use.unit in units
     ]  # fmt: skip
     plain = config.numerics != "fast" and len({_bytes_of(config, g) for _, g, _ in uses}) == 1
-    if (
-        m.chunks == 1
-        or not plain
-        or (m.zero == 0 and dealt.dp > 1)
-        or dealt.places * len(uses) > MOST_IN_TURN
-    ):
+    # Cut sums are exchanged while other chunks make theirs: how long their buffers are held is not played.
+    cut = m.zero >= 2 or (m.zero == 0 and dealt.dp > 1)
+    if m.chunks == 1 or not plain or cut or dealt.places * len(uses) > MOST_IN_TURN:
         return None
     sums, leaf = _sum_bytes(config), _bytes_of(config, uses[0][1])
     turns = _turns(m.schedule, m.pp, m.chunks, dealt.places)[rank]
     order = sorted(uses, key=lambda use: -use[2])
     made = made_in_turn(
         turns,
-        tuple((stage, g.shard_numel(dealt.dp)) for stage, g, _ in order),
+        tuple((_turn(stage, embedding=unit == 0), g.shard_numel(dealt.dp)) for stage, g, unit in order),
         dealt,
         leaf_kind(dealt, same=_same(config)),
-        m.zero >= 2,
+        lean=False,
     )
-    return sum(
-        n * shard * (dealt.dp if size == "full" else 1) * (leaf if kind == "leaf" else sums)
-        for (shard, size, kind), n in made.items()
+    return _guests(config, groups, here, dealt) + _bytes_made(made, dealt.dp, leaf, sums)
+
+
+def _guests(config: RunConfig, groups: Sequence[Group], here: Here, dealt: Deal) -> int:
+    """Bytes of shards that arrive from another rank's use of the same weights, where they are added."""
+    if config.mesh.zero >= 2 or dealt.dp == 1:
+        return 0
+    tied = (
+        g for g in groups if g.trainable and here(g.uses[0].unit) and not all(here(u.unit) for u in g.uses)
     )
+    return sum(g.shard_numel(dealt.dp) * _sum_bytes(config) for g in tied)
 
 
 @lru_cache(maxsize=64)
 def _turns(name: str, ranks: int, chunks: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """By rank, stages in the order in which it makes weight gradients in them."""
+    """By rank, its stages, as `_turn` numbers them, in the order in which it makes weight gradients in them."""
     table = sending_early(schedule(name, ranks=ranks, chunks=chunks, microbatches=microbatches))
-    kinds = (Kind.BACKWARD, Kind.WEIGHT)
-    return tuple(tuple(a.stage for a in row if a.kind in kinds) for row in table.rows)
+    late, early = (Kind.BACKWARD, Kind.WEIGHT), (Kind.BACKWARD, Kind.INPUT)
+
+    def turns(row: Sequence[Action]) -> Iterator[int]:
+        for action in row:
+            if action.kind in late:
+                yield _turn(action.stage, embedding=False)
+            if action.kind in early and action.stage == 0:
+                yield _turn(action.stage, embedding=True)
+
+    return tuple(tuple(turns(row)) for row in table.rows)
+
+
+def _turn(stage: int, *, embedding: bool) -> int:
+    """An embedding's gradient is not put off: it is a turn of its own."""
+    return 2 * stage + embedding
 
 
 def _sum_bytes(config: RunConfig) -> int:

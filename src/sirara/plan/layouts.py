@@ -154,7 +154,7 @@ def whole_space(config: RunConfig, shape: ModelShape, accelerator: Accelerator, 
         # A CPU's memory is the host's.
         offload=(
             ("none", "none"),
-            *((("host", "none"), ("none", "host")) if accelerator.kin != "cpu" else ()),
+            *((("host", "none"), ("none", "host")) if not accelerator.on_cpu else ()),
         ),
         precision=tuple(precisions),
     )

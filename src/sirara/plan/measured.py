@@ -126,6 +126,7 @@ def _unit(
         "signature": signature_of(shape), "unit": unit, "micro_batch": train.micro_batch,
         "seq_len": config.data.seq_len, "tp": m.tp, "sequence": m.sequence_parallel and m.tp > 1,
         "dtype": train.precision, "recompute": kind,
+        "dropped": dropped_of(config) if unit != "head" else "",
     }  # fmt: skip
     rows = [u for u in profile.units if all(getattr(u, k) == v for k, v in wanted.items())]
     if not rows:
@@ -146,6 +147,12 @@ def _unit(
         weight=row.weight_s * alone,
         again=again_s * alone,
     )
+
+
+def dropped_of(config: RunConfig) -> str:
+    """What is dropped at random, as `UnitTime.dropped` says it."""
+    rates = {"hidden": config.model.dropout, "scores": config.model.attention_dropout}
+    return " ".join(name for name, rate in rates.items() if rate > 0)
 
 
 def train_threads(config: RunConfig, profile: Profile, processes: int) -> int:
@@ -243,10 +250,15 @@ class _Rank:
         return self._alone(found, dp)
 
     def _pass(self, kind: str, elements: float) -> float:
-        rate = self.profile.rate(kind, processes=self.on_node)
+        rate = self.profile.rate(f"{kind} {self._dtype_of(kind)}", processes=self.on_node)
         if rate is None:
             raise _NotMeasured
         return self._alone(elements / rate, self.on_node)
+
+    def _dtype_of(self, kind: str) -> str:
+        """Sums are wide, whatever weights are; what has both dtypes has the weights' name."""
+        wide = "fp64" if self.config.train.precision == "fp64" else "fp32"
+        return self.config.train.precision if kind in ("add low", "round") else wide
 
     def _low(self, kind: str) -> str:
         """The sum of what has another dtype than sums."""

@@ -26,7 +26,7 @@ from sirara.errors import ConfigError
 from sirara.plan.hardware import Accelerator, find, one_accelerator
 from sirara.pure.shape import ModelShape
 
-FORMAT, _KEY = 1, "sirara_profile"
+FORMAT, _KEY = 2, "sirara_profile"
 GPU_FOLDERS = Path("/proc/driver/nvidia/gpus")
 UNKNOWN_GPU = "h100-sxm"
 PROFILE = "SIRARA_PROFILE"
@@ -78,6 +78,8 @@ class UnitTime:
     backward_s: float
     input_s: float
     weight_s: float
+    dropped: str = ""
+    """What of it is dropped at random: "", "hidden", "scores" or both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,10 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Bytes per second of one process, while `processes` do the same; "update NAME DTYPE" counts elements."""
+    """Elements per second of one process, while `processes` do the same; FLOPs of products and attention.
+
+    kind: what, and the dtype that it is done in: "add fp32", "update adamw fp32", "product bf16".
+    """
 
     kind: str
     processes: int
@@ -115,6 +120,8 @@ class Profile:
     crowd: Mapping[int, float]
     disk_write_per_s: float | None = None
     disk_read_per_s: float | None = None
+    doubts: str = ""
+    """Why what was measured may not be what a run gets, "" if nothing speaks for that."""
 
     def unit(self, **wanted: Any) -> UnitTime | None:
         """The measurement whose fields are `wanted`; of several the last."""
@@ -220,8 +227,20 @@ def read(path: Path) -> Profile:
     Raises:  ConfigError SR218 for a file that is not there, is damaged or has another format.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _bad(path, str(error).splitlines()[0]) from error
+    return understood(text, path)
+
+
+def understood(text: str, path: Path) -> Profile:
+    """A profile from the text that is, or will be, in a file.
+
+    Raises:  as `read`.
+    """
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
         raise _bad(path, str(error).splitlines()[0]) from error
     if not isinstance(data, dict) or _KEY not in data:
         raise _bad(path, f"it has no key {_KEY}")
@@ -229,6 +248,8 @@ def read(path: Path) -> Profile:
         raise _bad(path, f"its format is {data[_KEY]!r}, this version reads {FORMAT}")
     try:
         return _parsed(data, str(path))
+    except ConfigError as error:
+        raise _bad(path, error.what) from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _bad(path, f"{type(error).__name__}: {error}") from error
 
@@ -251,6 +272,7 @@ def _parsed(data: Mapping[str, Any], where: str) -> Profile:
         crowd=crowd,
         disk_write_per_s=data["disk_write_per_s"],
         disk_read_per_s=data["disk_read_per_s"],
+        doubts=str(data.get("doubts", "")),
     )
 
 
@@ -309,7 +331,7 @@ def here(
                 accelerator=_shared(found.accelerator, mine, workers),
                 profile=found,
                 how="profile",
-                why=f"measured here on {found.machine.date[:10]}{old} ({path})",
+                why=f"measured here on {found.machine.date[:10]}{old} ({path}){_doubtful(found)}",
             )
         other = "damaged" if found is None else "of another machine"
         warning = f"; {path} is {other}, and not used: {differs} (`sirara plan calibrate` makes a new one)"
@@ -330,8 +352,12 @@ def of_profile(profile: Profile, *, workers: int = 1) -> Here:
         accelerator=_shared(profile.accelerator, profile.machine, workers),
         profile=profile,
         how="profile",
-        why=f"measured on {profile.machine.date[:10]}",
+        why=f"measured on {profile.machine.date[:10]}{_doubtful(profile)}",
     )
+
+
+def _doubtful(profile: Profile) -> str:
+    return f"; in doubt: {profile.doubts}" if profile.doubts else ""
 
 
 def _shared(accelerator: Accelerator, machine: Machine, workers: int) -> Accelerator:

@@ -49,6 +49,8 @@ class Candidate:
     step_s: float
     device_bytes: float
     runs: bool
+    measured: bool = False
+    """Whether its step is made of times that were measured for its units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,7 @@ def _search(config: RunConfig, shape: ModelShape, setting: Setting, space: Space
     if not np.isfinite(table.step).any():
         raise _nothing(table, setting)
     if setting.profile is not None:
-        _timed_by_units(config, shape, setting, table, objective)
+        setting = replace(setting, formulas_off=_timed_by_units(config, shape, setting, table, objective))
     best, at = _first(config, shape, setting, table, objective, now=False)
     if best is None:
         raise _nothing(table, setting)
@@ -197,8 +199,11 @@ def _first(
 
 def _timed_by_units(
     config: RunConfig, shape: ModelShape, setting: Setting, table: Table, objective: str
-) -> None:
-    """Replaces formulas by measured times where the profile has them; all others are as far off as those were."""
+) -> float:
+    """Replaces formulas by measured times where the profile has them; all others are as far off as those were.
+
+    Returns:  how far.
+    """
     measured, ratios = dict[int, float](), list[float]()
     for at in map(int, _ranked(table, objective)[:TIMED]):
         formula_s = float(table.step.flat[at])
@@ -206,9 +211,13 @@ def _timed_by_units(
         if found is not None and found.how == UNITS:
             measured[at] = found.step_s
             ratios.append(found.step_s / formula_s)
-    if measured:
-        table.step *= np.median(ratios)
-        table.step.flat[list(measured)] = list(measured.values())
+    if not measured:
+        return 1.0
+    off = float(np.median(ratios))
+    table.step *= off
+    table.step.flat[list(measured)] = list(measured.values())
+    table.timed |= measured.keys()
+    return off
 
 
 def _too_large(table: Table, at: int) -> None:
@@ -286,6 +295,7 @@ def _alternatives(
                 step_s=float(table.step.flat[at]),
                 device_bytes=float(table.device.flat[at]),
                 runs=_runs(table, int(at)),
+                measured=int(at) in table.timed,
             )
         )
         if len(found) == ALTERNATIVES:

@@ -32,6 +32,8 @@ class Setting:
     ceiling_bytes: float | None = None
     """Of device memory; None: the device's own."""
     profile: Profile | None = None
+    formulas_off: float = 1.0
+    """What formulas are multiplied by where they stand beside measured times: how far off they were there."""
     keep_free: bool = True
     """Whether what is chosen leaves the mean error of predicted memory free."""
 
@@ -49,7 +51,7 @@ class Setting:
     @property
     def on_cpu(self) -> bool:
         """No published run says how far off predictions for a CPU are."""
-        return self.table.names[0] == "cpu" if self.profile is None else self.profile.machine.device == "cpu"
+        return self.table.on_cpu[0] if self.profile is None else self.profile.machine.device == "cpu"
 
     def margins(self, p: Points) -> NDArray[np.float64]:
         """[n]: share that predicted memory is off on average; 0 with a ceiling, which is the user's own number."""

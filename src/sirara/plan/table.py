@@ -47,6 +47,8 @@ class Table:
     """Fits with blocks of one microbatch alone."""
     recipes: dict[int, str]
     """Flat index -> the recompute that its stages need, of those that were counted exactly."""
+    timed: set[int]
+    """Flat indices of those whose step is made of measured times."""
 
 
 def evaluated(config: RunConfig, shape: ModelShape, setting: Setting, space: Space) -> Table:
@@ -63,6 +65,7 @@ def evaluated(config: RunConfig, shape: ModelShape, setting: Setting, space: Spa
         step=np.full(size, np.nan, dtype=np.float32),
         one=np.zeros(size, dtype=bool),
         recipes={},
+        timed=set(),
     )
     for o, outer in enumerate(out):
         columns = {**inside.columns, **_degrees(outer)}

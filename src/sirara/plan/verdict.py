@@ -46,6 +46,8 @@ class Change:
     fits: bool
     runs: bool
     """Whether this version runs it; else it is a prediction."""
+    measured: bool = False
+    """Whether its step is made of times that were measured for its units."""
     error: str = ""
 
 
@@ -240,8 +242,7 @@ def _judged(
         how = RATES
         there = {"ranks": int(point.gpus[0]), "per_node": setting.cluster.per_node}
         measured = measured_times(config, shape, setting.profile, ranks, times, **there)
-        if measured is not None:
-            times, how = measured, UNITS
+        times, how = (measured, UNITS) if measured is not None else (times.scaled(setting.formulas_off), how)
     step_s = float(times.step_s[0])
     mfu, whole, hfu = utilisation(config, shape, setting, point, step_s)
     saved = saves(config, shape, setting, point)
@@ -336,8 +337,8 @@ def refusal(plan: Plan, changes: Sequence[Change]) -> PlanError:
     mesh = plan.config.mesh
     fitting = sorted((c for c in changes if c.fits), key=lambda c: (not c.runs, c.step_s))
     advice = [_advice(plan, c) for c in fitting[:5]] or [
-        "--search, for a layout that fits",
-        "--gpus with more devices",
+        "--search, which looks at all layouts: no single change of this one fits",
+        "devices with more memory (--gpu)",
     ]
     terms = {
         "activations": stage.activations,
@@ -367,4 +368,7 @@ def refusal(plan: Plan, changes: Sequence[Change]) -> PlanError:
 def _advice(plan: Plan, change: Change) -> str:
     faster = plan.step_s / change.step_s - 1
     later = "" if change.runs else "; does not run yet"
-    return f"{change.keys:<34} (device {change.device_bytes / GIB:.1f} GiB, {faster:+.0%} tokens/s{later})"
+    keys = change.keys
+    if keys.startswith("gpus="):
+        keys = f"--gpus {keys.removeprefix('gpus=')} mesh.dp=auto"
+    return f"{keys:<34} (device {change.device_bytes / GIB:.1f} GiB, {faster:+.0%} tokens/s{later})"

@@ -12,6 +12,7 @@ every round (train/rounds.py); what is kept is the lower quartile.
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -19,13 +20,18 @@ import torch
 from sirara.comm.group import Comm
 from sirara.comm.world import World
 from sirara.config.schema import RunConfig
+from sirara.errors import SiraraError
 from sirara.plan.calibrated import Measured
-from sirara.pure.families import ModelShape
+from sirara.plan.profile import UnitTime
+from sirara.pure.families import ModelShape, unit_specs
+from sirara.pure.groups import flat_groups
 from sirara.pure.recompute import FULL, NONE, Kinds, all_kinds, name_of
 from sirara.train.rounds import Job, Place, Say, go_round, warm
 from sirara.train.timed_moves import disk, host_link, moves, passes
 from sirara.train.timed_units import Units, make_units
 
+NOISE = 0.15
+"""Less than this much contradicts nothing."""
 WARM = 0.4
 """Share of the time budget after which no further measurement is begun: the rest is for repeating those that are."""
 
@@ -55,7 +61,9 @@ def measure(
     jobs = [timed.job for timed in (*rates, *moved)]
     for job in jobs:
         warm(place, job)
-    by_tp = {tp: make_units(place, config, shape, tp=tp) for tp in (1, *tps) if world.size % tp == 0}
+    by_tp = {
+        tp: make_units(place, config, shape, tp=tp) for tp in _dealt(config, shape, world.size, tps, say)
+    }
     units: list[tuple[Units, Job, Kinds]] = []
     for tp, again, active, threads in _cases(config, by_tp, crowds):
         late = place.agreed(time.monotonic() - began - WARM * budget_s) > 0
@@ -65,15 +73,47 @@ def measure(
             continue
         warm(place, job)
         units.append((by_tp[tp], job, again))
-    go_round(place, [*(job for _, job, _ in units), *jobs])
+    doubts = go_round(place, [*(job for _, job, _ in units), *jobs])
+    rows = [row for made, job, again in units for row in made.rows(job, again=again)]
     found = Measured(
-        units=tuple(row for made, job, again in units for row in made.rows(job, again=again)),
+        units=tuple(rows),
         moves=tuple(m.row(place) for m in moved),
         rates=tuple(r.row(place) for r in rates),
         bandwidth={**disk(say), **host_link(place)} if world.rank == 0 else {},
+        doubts="; ".join(filter(None, (doubts, _contradicted(rows)))),
     )
     _tell(found, say)
     return found
+
+
+def _dealt(config: RunConfig, shape: ModelShape, size: int, tps: Sequence[int], say: Say) -> list[int]:
+    """1, and of `tps` those that divide the processes and the model."""
+    found = [1]
+    for tp in tps:
+        try:
+            flat_groups(unit_specs(replace(shape, layers=1)), tp=tp, sequence=config.mesh.sequence_parallel)
+        except SiraraError as error:
+            say(f"left out, tp {tp}: {error.what}")
+            continue
+        if size % tp:
+            say(f"left out, tp {tp}: it does not divide {size} processes")
+            continue
+        found.append(tp)
+    return found
+
+
+def _contradicted(rows: Sequence[UnitTime]) -> str:
+    """Whether a block was measured to take much less time when it computes more."""
+    blocks = {(u.tp, u.processes, u.threads, u.recompute): u for u in rows if u.unit == "block"}
+    for (tp, processes, threads, again), u in blocks.items():
+        plain = blocks.get((tp, processes, threads, name_of(NONE)), u)
+        more, less = u.forward_s + u.backward_s, plain.forward_s + plain.backward_s
+        if more < (1 - NOISE) * less:
+            return (
+                f"with {processes} at once a block that recomputes {again} took {more * 1e3:.1f} ms, one that "
+                f"recomputes nothing {less * 1e3:.1f} ms"
+            )
+    return ""
 
 
 def _crowds(size: int, cores: int) -> list[tuple[int, int]]:
@@ -91,16 +131,26 @@ def _crowds(size: int, cores: int) -> list[tuple[int, int]]:
 def _cases(
     config: RunConfig, by_tp: dict[int, Units], crowds: Sequence[tuple[int, int]]
 ) -> list[tuple[int, Kinds, int, int]]:
-    """(tp, recompute, processes, threads), the most needed first: what is computed again comes last."""
-    kinds = [NONE, *sorted(all_kinds("selective") | all_kinds(config.train.recompute) - {FULL}, key=name_of)]
-    return [
+    """(tp, recompute, processes, threads), the most needed first: of one block, then as the configuration has it."""
+    asked = all_kinds(config.train.recompute) - {FULL}
+    kinds = [NONE, *sorted(all_kinds("selective") | asked, key=name_of)]
+    cases = [
         (tp, again, active, threads)
         for again, tp, (active, threads) in product(kinds, by_tp, crowds)
         if active % tp == 0
     ]
 
+    def turn(case: tuple[int, Kinds, int, int]) -> tuple[bool, bool]:
+        tp, again, _, _ = case
+        own = tp == config.mesh.tp and (again in asked or not (again or asked))
+        return (tp, again) != (1, NONE), not own
+
+    return sorted(cases, key=turn)
+
 
 def _tell(found: Measured, say: Say) -> None:
+    if found.doubts:
+        say(f"warning: {found.doubts}")
     for u in found.units:
         if u.unit == "block":
             say(

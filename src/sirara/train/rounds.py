@@ -102,8 +102,11 @@ def warm(place: Place, job: Job) -> None:
     job.burst = int(min(BURST, max(1, BURST_S / max(took_s, 1e-6))))
 
 
-def go_round(place: Place, jobs: Sequence[Job]) -> int:
-    """All jobs in turn, at least once, while there is time for another round; the number of rounds.  Collective."""
+def go_round(place: Place, jobs: Sequence[Job]) -> str:
+    """All jobs in turn, at least once, while there is time for another round.  Collective.
+
+    Returns:  why the times may not be what is usual, "" if nothing speaks for that.
+    """
     count, longest_s, rounds_s = 0, 0.0, list[float]()
     while count < MOST:
         began = time.monotonic()
@@ -117,13 +120,15 @@ def go_round(place: Place, jobs: Sequence[Job]) -> int:
     place.say(f"{count} rounds of {len(jobs)} measurements, {quantile(rounds_s, 1, 2):.1f} s each")
     spread = quantile(rounds_s, 3, 4) / max(quantile(rounds_s, 1, 4), 1e-9)
     if count < FEW:
-        place.say(f"warning: {count} rounds tell little of what is usual; --seconds gives more time")
-    elif spread > SLOWER:
-        place.say(
-            f"warning: a quarter of the rounds took {spread:.1f} times as long as another; something else uses this "
-            "machine, and what was measured now may not be what a run gets"
+        return (
+            f"{'one round' if count == 1 else f'{count} rounds'} of measurements tell little of what is usual"
         )
-    return count
+    if spread > SLOWER:
+        return (
+            f"a quarter of the rounds of measurements took {spread:.1f} times as long as another quarter: something "
+            "else used the machine"
+        )
+    return ""
 
 
 def quantile(values: Sequence[float], part: int, of: int) -> float:

@@ -142,37 +142,48 @@ def passes(
     heads = (train.micro_batch, shape.heads, config.data.seq_len, shape.head_dim)
     q = torch.randn(heads, device=device).to(kind.weights)
 
-    def rate(name: str, counts: float, call: Callable[[], object]) -> TimedRate:
+    wide, own = "fp64" if train.precision == "fp64" else "fp32", train.precision
+
+    def rate(name: str, dtype: str, counts: float, call: Callable[[], object]) -> TimedRate:
         def run() -> None:
             call()
 
-        job = Job(what=f"{name}, {active} at once", run=run, active=active, threads=threads)
-        return TimedRate(job=job, kind=name, counts=counts)
+        job = Job(what=f"{name} {dtype}, {active} at once", run=run, active=active, threads=threads)
+        return TimedRate(job=job, kind=f"{name} {dtype}", counts=counts)
 
-    yield rate("add", ELEMENTS, lambda: a.add_(b))
-    yield rate("copy", ELEMENTS, lambda: a.copy_(b))
-    yield rate("norm", ELEMENTS, lambda: grain_sums([a], []))
-    yield rate("product", 2.0 * tokens * shape.hidden * shape.ffn, lambda: x @ w.t())
+    yield rate("add", wide, ELEMENTS, lambda: a.add_(b))
+    yield rate("copy", wide, ELEMENTS, lambda: a.copy_(b))
+    yield rate("norm", wide, ELEMENTS, lambda: grain_sums([a], []))
+    yield rate("product", own, 2.0 * tokens * shape.hidden * shape.ffn, lambda: x @ w.t())
     yield rate(
         "attention",
+        own,
         2.0 * tokens * config.data.seq_len * shape.heads * shape.head_dim,
         lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True),
     )
     if kind.weights != kind.sums:
-        yield rate("add low", ELEMENTS, lambda: pool.add(a, low))
-        yield rate("round", ELEMENTS, lambda: low.copy_(a))
+        yield rate("add low", own, ELEMENTS, lambda: pool.add(a, low))
+        yield rate("round", own, ELEMENTS, lambda: low.copy_(a))
     o = train.optimizer
     if o.name != "muon":
         optimizer = make_optimizer(name=o.name, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
         states = {name: torch.zeros_like(a) for name in optimizer.state_names}
         part = Range(weights_U=a.clone(), grad_U=b, state=states, decay=True)
         yield rate(
-            f"update {o.name}", ELEMENTS, lambda: optimizer.update([part], lr=0.0, update=1, shrink=1.5)
+            f"update {o.name}", wide, ELEMENTS, lambda: optimizer.update([part], lr=0.0, update=1, shrink=1.5)
         )
 
 
 def disk(say: Say, nbytes: int = 64 << 20) -> dict[str, float]:
     """Bytes per second of a written and fsynced file in the working folder, and of reading it afresh."""
+    try:
+        return _disk(say, nbytes)
+    except OSError as error:
+        say(f"disk: not measured, {Path.cwd()} cannot be written to: {error.strerror}")
+        return {}
+
+
+def _disk(say: Say, nbytes: int) -> dict[str, float]:
     block = os.urandom(1 << 20)
     with tempfile.NamedTemporaryFile(dir=Path.cwd(), prefix=".sirara-calibrate-") as file:
         began = time.perf_counter()

@@ -10,9 +10,11 @@ from sirara.config.schema import RunConfig
 from sirara.model.decoder import Decoder
 from sirara.parallel.parallelize import Layout, Stage, parallelize
 from sirara.parallel.stage import Chunk, Inputs
+from sirara.plan.measured import dropped_of
 from sirara.plan.profile import UnitTime, signature_of
 from sirara.pure.families import ModelShape, init_slice, unit_specs
 from sirara.pure.recompute import Kinds, name_of
+from sirara.pure.rng import DropoutKey
 from sirara.pure.schedule import schedule
 from sirara.pure.tree import Deal
 from sirara.train.precision import precision_of
@@ -57,6 +59,7 @@ class Units:
                     dtype=self.config.train.precision, threads=job.threads, processes=job.active,
                     recompute=name_of(again), forward_s=at["f"], light_s=at["l"] or at["f"], backward_s=at["b"],
                     input_s=at["i"] or at["b"], weight_s=at["w"] or 1e-9,
+                    dropped=dropped_of(self.config) if unit != "head" else "",
                 )
             )  # fmt: skip
         return found
@@ -79,14 +82,15 @@ class Units:
     def _microbatch(self, i: int, timed: Timed) -> None:
         """Forward and backward: of the first microbatch at once, of the second in halves."""
         trails, x = [], None
+        key = DropoutKey(seed=0, step=0, microbatch=i) if dropped_of(self.config) else None
         for at, chunk in enumerate(self.plain):
             if i == 1 and at == 1 and x is not None:
                 copy = x.detach()
-                timed(at, LIGHT, lambda c=copy: self.light[1].forward(c, self.inputs, None, 1.0)[1])
+                timed(at, LIGHT, lambda c=copy: self.light[1].forward(c, self.inputs, key, 1.0)[1])
             made = []
 
             def forward(chunk: Chunk = chunk, x: Tensor | None = x, made: list[object] = made) -> Tensor:
-                trail, y = chunk.forward(x, self.inputs, None, 1e-3)
+                trail, y = chunk.forward(x, self.inputs, key, 1e-3)
                 made.append(trail)
                 return y
 
@@ -111,7 +115,14 @@ def make_units(place: Place, config: RunConfig, shape: ModelShape, *, tp: int) -
         place.world, {"dp": alone, "tp": rows, "pp": alone, "plane": rows}, timeout_s=place.comm.timeout_s
     )
     small = replace(shape, layers=1)
-    model = Decoder(small, dropout=config.model.dropout, device="meta", dtype=kind.weights)
+    model = Decoder(
+        small,
+        dropout=config.model.dropout,
+        attention_dropout=config.model.attention_dropout,
+        label_smoothing=train.label_smoothing,
+        device="meta",
+        dtype=kind.weights,
+    )
     layout = Layout(
         zero=0,
         deal=Deal(microbatches=2, dp=1, k=1),

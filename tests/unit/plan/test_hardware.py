@@ -49,6 +49,15 @@ def test_what_was_fitted_to_an_accelerator_is_right_for_one_like_it_unless_its_r
     assert (factors[1] == (factors[0] if kin != "mine" else 1.0)).all()
 
 
+def test_one_like_another_has_its_links_from_its_own_rate_and_is_found_by_an_alias(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("mine: {like: H100-SXM-80GB, up: 20}\n")
+    found = load(file)
+    assert found.kin == "h100-sxm" and found.up_bus_bytes_per_s == 0.8 * 20e9
+    file.write_text("mine: {like: cpu, hbm: 8}\n")
+    assert load(file).on_cpu and not find("h100-sxm").on_cpu
+
+
 def test_unknown_accelerator_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="h1000") as error:
         find("h1000")
@@ -69,6 +78,8 @@ def test_users_accelerator_takes_what_it_does_not_say_from_the_one_it_is_like(tm
     [
         ("mine:\n  like: h100-sxm\n  colour: red\n", "colour"),
         ("mine:\n  like: h9\n", "h9"),
+        ("mine:\n  like: [a]\n", "not the name of one"),
+        ("mine: {like: h100-sxm, names: 5}\n", "a list of names"),
         ("mine:\n  hbm: 80\n", "achievable"),
         ("a:\n  like: h100-sxm\nb:\n  like: h100-sxm\n", "2 accelerators"),
         ("[]", "table"),

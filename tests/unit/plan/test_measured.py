@@ -38,7 +38,7 @@ def measured(**changed) -> Profile:
     """Two cores; everything but units is so fast that it counts for nothing."""
     times = {"embed": (0.001, 0.002), "block": (0.01, 0.02), "head": (0.03, 0.001)}
     known = {"signature": signature_of(SHAPE)}
-    fast = {"add", "copy", "norm", "update adamw"}
+    fast = {"add fp32", "copy fp32", "norm fp32", "update adamw fp32"}
     found = profile(
         replace(this_machine("cpu"), cores=2),
         units=tuple(unit(n, forward=f, backward=b, **known) for n, (f, b) in times.items()),

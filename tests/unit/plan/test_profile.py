@@ -5,7 +5,9 @@ from math import sqrt
 
 import pytest
 
+from sirara.config.schema import RunConfig
 from sirara.errors import ConfigError
+from sirara.plan.calibrated import Measured, merged, profile_of
 from sirara.plan.hardware import find, load
 from sirara.plan.profile import (
     Machine,
@@ -16,11 +18,14 @@ from sirara.plan.profile import (
     default_path,
     here,
     interpolated,
+    of_profile,
     read,
     text_of,
     this_machine,
+    understood,
 )
 from sirara.plan.setting import setting_here
+from sirara.pure.shape import ModelShape
 
 
 def unit(name: str, *, forward: float = 0.01, backward: float = 0.02, **changed: object) -> UnitTime:
@@ -61,7 +66,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     ("change", "why"),
     [
         (lambda t: t[: len(t) // 2], ""),
-        (lambda t: t.replace("sirara_profile: 1", "sirara_profile: 2"), "format is 2"),
+        (lambda t: t.replace("sirara_profile: 2", "sirara_profile: 1"), "format is 1"),
         (lambda t: t.replace("forward_s: 0.01", "forward_s: -0.01", 1), "no positive number"),
         (lambda t: t.replace("forward_s", "forwards", 1), "forwards"),
         (lambda t: "cpu: {}", "no key sirara_profile"),
@@ -119,3 +124,51 @@ def test_crowding_is_straight_in_the_logarithm_and_beyond_the_cores_work_adds_up
     assert 1.0 < p.crowd_s(1.5) < 1.2
     assert p.crowd_s(8) == pytest.approx(1.2 * 4)
     assert p.rate("add", processes=2) == 3e9 and p.rate("copy", processes=2) is None
+
+
+def test_a_second_calibration_adds_and_replaces_what_it_measured_again():
+    old = profile()
+    again = unit("block", forward=9.0)
+    lion = Rate(kind="update lion fp32", processes=1, per_s=1.0)
+    new = profile(units=(again,), moves=(), rates=(lion,), crowd={1: 1.0})
+    found = merged(old, new)
+    assert [u for u in found.units if u.unit == "block"] == [again]
+    assert {u.unit for u in found.units} == {"embed", "block", "head"}
+    assert found.moves == old.moves and set(found.rates) == {*old.rates, lion}
+    assert found.crowd == {1: 1.0, 2: 1.2}
+
+
+def test_what_calibration_writes_is_what_plans_read_even_when_times_contradict_each_other(tmp_path):
+    # A block ten times as slow, and ten times as fast, as its products would have it.
+    c, shape = small()
+    for block_s, product in ((10.0, 1e12), (1e-6, 1e6)):
+        found = profile_of(
+            replace(this_machine("cpu"), date="2026-11-30"),
+            find("cpu"),
+            Measured(
+                units=(unit("block", forward=block_s, backward=block_s),),
+                moves=(),
+                rates=(
+                    Rate(kind="product fp32", processes=1, per_s=product),
+                    Rate(kind="attention fp32", processes=1, per_s=1e15),
+                ),
+                bandwidth={},
+                doubts="one round of measurements",
+            ),
+            c,
+            shape,
+        )
+        assert understood(text_of(found), tmp_path / "p.yaml") == found
+        assert "in doubt: one round" in of_profile(found).why
+
+
+def small():
+    tree = {
+        "schema": 1, "name": "x",
+        "model": {"family": "llama", "layers": 4, "hidden": 64, "heads": 4, "vocab": 256, "max_seq": 128},
+        "data": {"train": [{"path": "none"}], "seq_len": 128},
+        "train": {"steps": 1, "global_batch": 4, "micro_batch": 1, "precision": "fp32",
+                  "optimizer": {"name": "adamw", "lr": 1e-3}},
+    }  # fmt: skip
+    shape = ModelShape(family="llama", layers=4, hidden=64, heads=4, vocab=256, max_seq=128)
+    return RunConfig.model_validate(tree), shape

@@ -1,6 +1,7 @@
 """One layout judged: memory by the executor's own rules, terms that add up, the verdict and its advice."""
 
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -94,12 +95,21 @@ def test_buffers_of_a_large_model_are_those_of_the_real_rank():
         ({"pp": 2, "schedule": "interleaved"}, "fp32", 32),
         ({"pp": 2, "dp": 2, "zero": 1, "schedule": "zb-v"}, "bf16", 12),
         ({"pp": 4, "schedule": "interleaved"}, "fp32", 4),
+        ({"pp": 2, "schedule": "zb-v"}, "fp32", 8),
+        ({"pp": 2, "dp": 2, "zero": 0}, "fp32", 8),
+        ({"pp": 2, "dp": 2, "zero": 1}, "fp32", 8),
+        ({"pp": 2, "dp": 2, "zero": 1, "schedule": "interleaved"}, "fp32", 8),
+        ({"pp": 2, "dp": 2, "zero": 2}, "fp32", 8),
+        ({"pp": 2, "dp": 2, "zero": 2, "schedule": "zb-v"}, "fp32", 8),
     ],
 )
-def test_chunks_of_a_rank_take_each_others_buffers_as_the_plan_says(mesh, precision, microbatches):
+@pytest.mark.parametrize("tied", [True, False])
+def test_sums_of_a_pipeline_are_those_of_the_real_ranks(mesh, precision, microbatches, tied):
+    # As many tokens in the vocabulary as make the embedding count.
     mesh = {"dp": 1, **mesh}
-    sizes = {**SIZES, "layers": 8, "hidden": 128}
-    shape = ModelShape(family="gpt2", layers=8, hidden=128, heads=4, vocab=101, max_seq=16)
+    sizes = {"family": "llama", "layers": 8, "hidden": 128, "heads": 4, "vocab": 4096, "max_seq": 16}
+    sizes |= {"tie_embeddings": tied}
+    shape = ModelShape(**sizes)
     c = config(model=sizes, mesh=mesh, precision=precision, global_batch=2 * microbatches * mesh["dp"])
     found = plan(c, shape, setting(mesh["pp"] * mesh["dp"]), dp=mesh["dp"])
     for stage in found.held.stages:
@@ -108,6 +118,15 @@ def test_chunks_of_a_rank_take_each_others_buffers_as_the_plan_says(mesh, precis
         assert stage.gradients == pytest.approx(
             real["gradients and exchange"], rel=1e-3 if precision == "fp32" else 0.2
         )
+
+
+def test_cut_sums_of_chunks_are_never_planned_for_less_than_they_need():
+    for schedule, zero, vocab in product(("interleaved", "zb-v"), (2, 3), (256, 4096)):
+        sizes = {"family": "llama", "layers": 7, "hidden": 128, "heads": 4, "vocab": vocab, "max_seq": 16}
+        c = config(model=sizes, mesh={"pp": 2, "dp": 2, "zero": zero, "schedule": schedule})
+        for stage in plan(c, ModelShape(**sizes), setting(4), dp=2).held.stages:
+            real = trace(c, ModelShape(**sizes), rank=2 * stage.rank).held["gradients and exchange"]
+            assert 0.99 * real <= stage.gradients <= 1.35 * real, (schedule, zero, vocab, stage.rank)
 
 
 def test_blocks_hold_as_many_buffers_as_they_are_deep():

@@ -40,7 +40,7 @@ def test_every_job_comes_up_in_every_round_and_the_first_run_is_not_counted(monk
         assert not each.times
         each.burst = 1
     order.clear()
-    assert go_round(there, jobs) == 5
+    assert not go_round(there, jobs)
     assert order == list("ab") * 5
     assert [len(each.times[""]) for each in jobs] == [5, 5]
     assert said[0].startswith("5 rounds of 2 measurements")
@@ -84,16 +84,15 @@ def test_a_rank_that_only_waits_notes_nothing():
 
 def test_when_time_is_up_there_is_one_round_and_a_warning():
     there, said = place(budget_s=-1.0)
-    assert go_round(there, [job(lambda: None)]) == 1
-    assert any("warning: 1 rounds" in line for line in said)
+    assert go_round(there, [job(lambda: None)]).startswith("one round")
+    assert said[0].startswith("1 rounds of 1")
 
 
 def test_a_machine_that_changes_its_speed_is_told_of(monkeypatch):
     monkeypatch.setattr(rounds, "MOST", 8)
-    there, said = place()
+    there, _ = place()
     naps = iter([0.02] * 4 + [0.06] * 4)
-    go_round(there, [job(lambda: time.sleep(next(naps)))])
-    assert any("something else uses this machine" in line for line in said)
+    assert "something else used the machine" in go_round(there, [job(lambda: time.sleep(next(naps)))])
 
 
 def test_what_disturbs_a_few_rounds_is_not_believed():
