@@ -137,3 +137,28 @@ def test_a_search_for_a_cpu_offloads_nothing_to_itself():
     assert len(whole_space(config(), SHAPE, find("h100-sxm"), 2).offload) == 3
     there = config().model_copy(update={"offload": OffloadConfig(optimizer="host")})
     assert planned(there, measured()).how != UNITS
+
+
+def test_formulas_beside_measured_times_are_as_far_off_as_those_were():
+    # Units a thousand times as slow as the formulas' have them, for one size of microbatch.
+    p = measured()
+    slow = tuple(replace(u, forward_s=50 * u.forward_s, light_s=50 * u.light_s, backward_s=50 * u.backward_s,
+                         input_s=50 * u.input_s, weight_s=50 * u.weight_s) for u in p.units)  # fmt: skip
+    setting, _ = setting_here("cpu", workers=2, env={"SIRARA_PROFILE": "none"})
+    there = replace(setting, profile=replace(p, units=slow))
+    base = config(mesh={"dp": "auto"})
+    space = Space(
+        gpus=2,
+        pp=(1, 2),
+        tp=(1,),
+        zero=(0, 1),
+        micro_batch=(1, 2),
+        sequence_parallel=(0,),
+        precision=("fp32",),
+    )
+    found = search(base, SHAPE, there, space)
+    formulas = [a for a in found.alternatives if a.words["micro_batch"] == "2"]
+    assert formulas and not any(a.measured for a in formulas)
+    assert all(0.2 < a.step_s / found.best.step_s < 5 for a in formulas)
+    best = plan(configured(base, found.best_overrides), SHAPE, there, dp=2)
+    assert found.best.how == best.how == UNITS or found.best.step_s > 20 * best.step_s
