@@ -21,6 +21,12 @@ from sirara.pure.rng import DropoutKey
 from sirara.pure.shape import ModelShape
 
 
+def can_be_dealt(shape: ModelShape, tp: int) -> bool:
+    """Whether heads and ffn are shared out evenly over so many tensor-parallel ranks; kv heads may be copied."""
+    kv = shape.kv_heads
+    return not (shape.heads % tp or shape.ffn % tp or (kv % tp and tp % kv))
+
+
 class Decoder(nn.Module):
     """Embedding, blocks, head of a `ModelShape`; on `meta` until somebody gives the parameters memory.
 
@@ -71,7 +77,7 @@ class Decoder(nn.Module):
         Raises: LayoutError when heads or ffn cannot be dealt out evenly.
         """
         heads, kv, ffn = self.shape.heads, self.shape.kv_heads, self.shape.ffn
-        if heads % axis.size or ffn % axis.size or (kv % axis.size and axis.size % kv):
+        if not can_be_dealt(self.shape, axis.size):
             raise LayoutError(
                 f"{heads} heads, {kv} kv heads and an ffn of {ffn} cannot be dealt out to {axis.size} ranks",
                 why="heads and ffn must be divisible by their number, kv heads divide it or be divisible by it",

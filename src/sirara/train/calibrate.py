@@ -12,7 +12,6 @@ every round (train/rounds.py); what is kept is the lower quartile.
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 
 import torch
@@ -20,11 +19,10 @@ import torch
 from sirara.comm.group import Comm
 from sirara.comm.world import World
 from sirara.config.schema import RunConfig
-from sirara.errors import SiraraError
+from sirara.model.decoder import can_be_dealt
 from sirara.plan.calibrated import Measured
 from sirara.plan.profile import UnitTime
-from sirara.pure.families import ModelShape, unit_specs
-from sirara.pure.groups import flat_groups
+from sirara.pure.families import ModelShape
 from sirara.pure.recompute import FULL, NONE, Kinds, all_kinds, name_of
 from sirara.train.rounds import Job, Place, Say, go_round, warm
 from sirara.train.timed_moves import disk, host_link, moves, passes
@@ -61,9 +59,7 @@ def measure(
     jobs = [timed.job for timed in (*rates, *moved)]
     for job in jobs:
         warm(place, job)
-    by_tp = {
-        tp: make_units(place, config, shape, tp=tp) for tp in _dealt(config, shape, world.size, tps, say)
-    }
+    by_tp = {tp: make_units(place, config, shape, tp=tp) for tp in _dealt(shape, world.size, tps, say)}
     units: list[tuple[Units, Job, Kinds]] = []
     for tp, again, active, threads in _cases(config, by_tp, crowds):
         late = place.agreed(time.monotonic() - began - WARM * budget_s) > 0
@@ -86,19 +82,16 @@ def measure(
     return found
 
 
-def _dealt(config: RunConfig, shape: ModelShape, size: int, tps: Sequence[int], say: Say) -> list[int]:
+def _dealt(shape: ModelShape, size: int, tps: Sequence[int], say: Say) -> list[int]:
     """1, and of `tps` those that divide the processes and the model."""
     found = [1]
     for tp in tps:
-        try:
-            flat_groups(unit_specs(replace(shape, layers=1)), tp=tp, sequence=config.mesh.sequence_parallel)
-        except SiraraError as error:
-            say(f"left out, tp {tp}: {error.what}")
-            continue
         if size % tp:
             say(f"left out, tp {tp}: it does not divide {size} processes")
-            continue
-        found.append(tp)
+        elif not can_be_dealt(shape, tp):
+            say(f"left out, tp {tp}: the model's heads or ffn cannot be dealt out to so many")
+        else:
+            found.append(tp)
     return found
 
 

@@ -8,8 +8,9 @@ import torch
 from sirara.comm.group import Comm
 from sirara.comm.world import World
 from sirara.plan.calibrated import crowd_of
+from sirara.pure.shape import ModelShape
 from sirara.train import rounds
-from sirara.train.calibrate import _crowds
+from sirara.train.calibrate import _crowds, _dealt
 from sirara.train.rounds import Job, Place, go_round, quantile, warm
 from tests.unit.plan.test_profile import unit
 
@@ -118,3 +119,10 @@ def test_crowding_compares_what_has_as_many_threads():
     # Without a measurement alone nothing is known; noise makes nobody faster in a crowd.
     assert crowd_of([block(2, 1, 1.1)]) == {1: 1.0}
     assert crowd_of([block(1, 1, 1.0), block(2, 1, 0.9)]) == {1: 1.0, 2: 1.0}
+
+
+def test_tensor_parallel_degrees_that_do_not_divide_the_model_or_the_processes_are_left_out():
+    said: list[str] = []
+    shape = ModelShape(family="gpt2", layers=1, hidden=192, heads=3, vocab=101, max_seq=16)
+    assert _dealt(shape, 6, [2, 3, 4], said.append) == [1, 3]
+    assert "heads" in said[0] and "6 processes" in said[1]
