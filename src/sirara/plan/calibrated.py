@@ -13,7 +13,7 @@ from sirara.plan.constants import Constants, fitted
 from sirara.plan.from_config import as_points, cluster_of, layout_columns, model_columns
 from sirara.plan.hardware import MOST_SHARE, Accelerator, table
 from sirara.plan.kernels import dense_block, rates
-from sirara.plan.profile import Machine, Move, Profile, Rate, UnitTime
+from sirara.plan.profile import Machine, Move, Profile, Rate, UnitTime, wide_of
 from sirara.pure.shape import ModelShape
 
 T = TypeVar("T")
@@ -97,9 +97,8 @@ def _accelerator(
     def rate(kind: str) -> float | None:
         return p.rate(kind, processes=busiest)
 
-    wide = "fp64" if dtype == "fp64" else "fp32"
     product, attention = rate(f"product {dtype}"), rate(f"attention {dtype}")
-    copy = rate(f"copy {wide}")
+    copy = rate(f"copy {wide_of(dtype)}")
     k = fitted()
     factor = (product or base.peak(dtype)) / base.peak(dtype)
     peak = {d: v * factor for d, v in base.peak_flops_per_s.items()}

@@ -19,7 +19,7 @@ from sirara.plan.cores import Played, Slow, play, together_s
 from sirara.plan.cost import Times
 from sirara.plan.from_config import WEIGHT_BYTES, stage_units
 from sirara.plan.held import Held, specs_of
-from sirara.plan.profile import Profile, UnitTime, signature_of
+from sirara.plan.profile import Profile, UnitTime, signature_of, wide_of
 from sirara.pure.groups import Group, flat_groups
 from sirara.pure.recompute import FULL, kinds_of_blocks, name_of
 from sirara.pure.schedule import schedule, sending_early
@@ -257,8 +257,8 @@ class _Rank:
 
     def _dtype_of(self, kind: str) -> str:
         """Sums are wide, whatever weights are; what has both dtypes has the weights' name."""
-        wide = "fp64" if self.config.train.precision == "fp64" else "fp32"
-        return self.config.train.precision if kind in ("add low", "round") else wide
+        own = self.config.train.precision
+        return own if kind in ("add low", "round") else wide_of(own)
 
     def _low(self, kind: str) -> str:
         """The sum of what has another dtype than sums."""

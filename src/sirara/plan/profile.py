@@ -108,6 +108,11 @@ class Rate:
     per_s: float
 
 
+def wide_of(precision: str) -> str:
+    """The dtype of sums, norms and updates, whatever weights are in."""
+    return "fp64" if precision == "fp64" else "fp32"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Everything that was measured on one machine.  crowd: processes -> factor of time over a process alone."""

@@ -44,6 +44,18 @@ def specs_of(config: RunConfig, shape: ModelShape) -> tuple[UnitSpec, ...]:
     return with_frozen(specs, frozen_names(config.train.freeze, specs)) if config.train.freeze else specs
 
 
+def decoder_of(config: RunConfig, shape: ModelShape) -> Decoder:
+    """The model of a configuration, without memory; shape: its own, or a smaller one's."""
+    return Decoder(
+        shape,
+        dropout=config.model.dropout,
+        attention_dropout=config.model.attention_dropout,
+        label_smoothing=config.train.label_smoothing,
+        device="meta",
+        dtype=precision_of(config.train.precision).weights,
+    )
+
+
 def assemble(
     config: RunConfig,
     shape: ModelShape,
@@ -64,14 +76,7 @@ def assemble(
     # Stages 2 and 3 hold no full-size sums between microbatches, unless a block is asked for.
     deepest = 0 if m.zero >= 2 else 3
     dealt = deal(train.global_batch // train.micro_batch, mesh.dp, m.block, max_k=deepest)
-    model = Decoder(
-        shape,
-        dropout=config.model.dropout,
-        attention_dropout=config.model.attention_dropout,
-        label_smoothing=train.label_smoothing,
-        device="meta",
-        dtype=precision.weights,
-    )
+    model = decoder_of(config, shape)
     table = schedule(
         m.schedule,
         ranks=mesh.pp,

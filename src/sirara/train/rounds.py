@@ -99,30 +99,37 @@ def warm(place: Place, job: Job) -> None:
     """Round 0 of one job.  Collective."""
     took_s = place.once(job)
     job.times.clear()
-    job.burst = int(min(BURST, max(1, BURST_S / max(took_s, 1e-6))))
+    job.burst = burst_of(took_s)
+
+
+def burst_of(run_s: float) -> int:
+    """How often a job is run in one round that takes so many seconds."""
+    return int(min(BURST, max(1, BURST_S / max(run_s, 1e-6))))
 
 
 def go_round(place: Place, jobs: Sequence[Job]) -> str:
     """All jobs in turn, at least once, while there is time for another round.  Collective.
 
-    Returns:  why the times may not be what is usual, "" if nothing speaks for that.
+    Returns:  as `doubts_of`.
     """
-    count, longest_s, rounds_s = 0, 0.0, list[float]()
-    while count < MOST:
+    rounds_s = list[float]()
+    while len(rounds_s) < MOST:
         began = time.monotonic()
         for job in jobs:
             place.once(job)
-        count += 1
         rounds_s.append(place.agreed(time.monotonic() - began))
-        longest_s = max(longest_s, rounds_s[-1])
-        if place.agreed(time.monotonic() + longest_s - place.stop_at) > 0:
+        if place.agreed(time.monotonic() + max(rounds_s) - place.stop_at) > 0:
             break
-    place.say(f"{count} rounds of {len(jobs)} measurements, {quantile(rounds_s, 1, 2):.1f} s each")
-    spread = quantile(rounds_s, 3, 4) / max(quantile(rounds_s, 1, 4), 1e-9)
+    place.say(f"{len(rounds_s)} rounds of {len(jobs)} measurements, {quantile(rounds_s, 1, 2):.1f} s each")
+    return doubts_of(rounds_s)
+
+
+def doubts_of(rounds_s: Sequence[float]) -> str:
+    """Why times from rounds that took so long may not be what is usual, "" if nothing speaks for that."""
+    count, spread = len(rounds_s), quantile(rounds_s, 3, 4) / max(quantile(rounds_s, 1, 4), 1e-9)
     if count < FEW:
-        return (
-            f"{'one round' if count == 1 else f'{count} rounds'} of measurements tell little of what is usual"
-        )
+        what = "one round" if count == 1 else f"{count} rounds"
+        return f"{what} of measurements tell little of what is usual"
     if spread > SLOWER:
         return (
             f"a quarter of the rounds of measurements took {spread:.1f} times as long as another quarter: something "

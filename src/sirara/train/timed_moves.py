@@ -18,7 +18,7 @@ from sirara.comm.mail import Mail
 from sirara.comm.world import axis_comm
 from sirara.config.schema import RunConfig
 from sirara.parallel.reduce import Pool
-from sirara.plan.profile import Move, Rate
+from sirara.plan.profile import Move, Rate, wide_of
 from sirara.pure.families import ModelShape
 from sirara.train.agree import grain_sums
 from sirara.train.optim import make_optimizer
@@ -142,7 +142,7 @@ def passes(
     heads = (train.micro_batch, shape.heads, config.data.seq_len, shape.head_dim)
     q = torch.randn(heads, device=device).to(kind.weights)
 
-    wide, own = "fp64" if train.precision == "fp64" else "fp32", train.precision
+    wide, own = wide_of(train.precision), train.precision
 
     def rate(name: str, dtype: str, counts: float, call: Callable[[], object]) -> TimedRate:
         def run() -> None:

@@ -17,6 +17,7 @@ from sirara.pure.recompute import Kinds, name_of
 from sirara.pure.rng import DropoutKey
 from sirara.pure.schedule import schedule
 from sirara.pure.tree import Deal
+from sirara.train.assemble import decoder_of
 from sirara.train.precision import precision_of
 from sirara.train.rounds import Job, Place
 
@@ -115,14 +116,7 @@ def make_units(place: Place, config: RunConfig, shape: ModelShape, *, tp: int) -
         place.world, {"dp": alone, "tp": rows, "pp": alone, "plane": rows}, timeout_s=place.comm.timeout_s
     )
     small = replace(shape, layers=1)
-    model = Decoder(
-        small,
-        dropout=config.model.dropout,
-        attention_dropout=config.model.attention_dropout,
-        label_smoothing=train.label_smoothing,
-        device="meta",
-        dtype=kind.weights,
-    )
+    model = decoder_of(config, small)
     layout = Layout(
         zero=0,
         deal=Deal(microbatches=2, dp=1, k=1),

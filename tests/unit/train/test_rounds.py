@@ -11,7 +11,7 @@ from sirara.plan.calibrated import crowd_of
 from sirara.pure.shape import ModelShape
 from sirara.train import rounds
 from sirara.train.calibrate import _crowds, _dealt
-from sirara.train.rounds import Job, Place, go_round, quantile, warm
+from sirara.train.rounds import Job, Place, burst_of, doubts_of, go_round, quantile, warm
 from tests.unit.plan.test_profile import unit
 
 
@@ -41,7 +41,7 @@ def test_every_job_comes_up_in_every_round_and_the_first_run_is_not_counted(monk
         assert not each.times
         each.burst = 1
     order.clear()
-    assert not go_round(there, jobs)
+    go_round(there, jobs)
     assert order == list("ab") * 5
     assert [len(each.times[""]) for each in jobs] == [5, 5]
     assert said[0].startswith("5 rounds of 2 measurements")
@@ -57,11 +57,15 @@ def test_a_burst_counts_once_with_the_mean_of_its_parts():
 
 
 def test_a_short_job_is_run_in_bursts_and_a_long_one_once():
+    assert burst_of(0.0) == burst_of(1e-5) == rounds.BURST
+    assert burst_of(rounds.BURST_S / 3) == 3 and burst_of(2 * rounds.BURST_S) == 1
     there, _ = place()
-    short, long = job(lambda: None), job(lambda: time.sleep(2 * rounds.BURST_S))
-    for each in (short, long):
-        warm(there, each)
-    assert short.burst == rounds.BURST and long.burst == 1
+    long = job(lambda: time.sleep(2 * rounds.BURST_S))
+    long.burst = 7
+    there.once(long)
+    assert len(long.times[""]) == 1 and long.times[""][0] >= 2 * rounds.BURST_S
+    warm(there, long)
+    assert long.burst == 1 and not long.times
 
 
 def test_on_more_processes_than_cores_each_goes_on_until_all_are_done(monkeypatch):
@@ -89,11 +93,11 @@ def test_when_time_is_up_there_is_one_round_and_a_warning():
     assert said[0].startswith("1 rounds of 1")
 
 
-def test_a_machine_that_changes_its_speed_is_told_of(monkeypatch):
-    monkeypatch.setattr(rounds, "MOST", 8)
-    there, _ = place()
-    naps = iter([0.02] * 4 + [0.06] * 4)
-    assert "something else used the machine" in go_round(there, [job(lambda: time.sleep(next(naps)))])
+def test_a_machine_that_changes_its_speed_is_told_of():
+    assert "3.0 times as long" in doubts_of([0.02] * 4 + [0.06] * 4)
+    # One slow round of many is what a lower quartile is for.
+    assert not doubts_of([0.02] * 7 + [0.06]) and not doubts_of([1.0, 1.2, 1.4])
+    assert "2 rounds" in doubts_of([1.0, 1.0])
 
 
 def test_what_disturbs_a_few_rounds_is_not_believed():
