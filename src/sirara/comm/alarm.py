@@ -4,8 +4,9 @@
     others   wait for tensors -> every LOOK_S a look at the store -> CommError SR702 "rank 3 failed: ValueError: boom"
 
 A rank that only sees a connection break, or a peer's memory vanish, looks as well: the one that left has rung before.
-A rank that was killed rings nothing; the first to miss it rings in its stead.  A wait inside gloo ends when the failed
-process does; a host that waits for its GPU hears nothing, and is ended by its launcher.
+A rank that was killed rings nothing; the first to miss it rings in its stead.  The process of rank 0 holds the store
+under most launchers: when it fails it stays until the others have heard, LINGER_S at most.  A wait inside gloo ends
+when the failed process does; a host that waits for its GPU hears nothing, and is ended by its launcher.
 """
 
 import json
@@ -19,10 +20,13 @@ from sirara.errors import CommError, SiraraError
 LOOK_S = 0.25
 """Seconds between two looks at the store by a rank that waits."""
 
+LINGER_S = 3 * LOOK_S
+"""Seconds that a failed rank 0 stays for others to look."""
+
 HEARD = "SR702"
 """Code of an error that repeats another rank's failure."""
 
-_KEY = "sirara/alarm"
+_KEY, _LEAVING = "sirara/alarm", "sirara/leaving"
 _SPINS = 50
 _NAP_S, _LONGEST_NAP_S = 50e-6, 200e-6
 
@@ -31,6 +35,7 @@ class Store(Protocol):
     """The part of torch.distributed's Store that is needed."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
     def check(self, keys: list[str], /) -> bool: ...
     def get(self, key: str, /) -> bytes: ...
 
@@ -38,11 +43,11 @@ class Store(Protocol):
 class Alarm:
     """One rank's bell and ear.
 
-    Args:  store: shared by all ranks of this attempt alone.  rank: of this process in the world.
+    Args:  store: shared by all ranks of this attempt alone.  rank: of this process in the world, of `size` ranks.
     """
 
-    def __init__(self, store: Store, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.rank, self._size = rank, size
         self._store = store
         self._next_look = 0.0
 
@@ -77,6 +82,18 @@ class Alarm:
         error = self.look()
         if error is not None:
             raise error
+
+    def leave(self) -> None:
+        """Says that this rank ends because of a failure, its own or one that it heard of; rank 0 waits for the others
+        to say so, LINGER_S at most."""
+        end = time.monotonic() + LINGER_S
+        try:
+            leaving = self._store.add(_LEAVING, 1)
+            while self.rank == 0 and leaving < self._size and time.monotonic() < end:
+                time.sleep(LOOK_S / 10)
+                leaving = self._store.add(_LEAVING, 0)
+        except RuntimeError:
+            return  # The store is gone: nobody is left to be told.
 
     @contextmanager
     def guard(self) -> Iterator[None]:

@@ -136,6 +136,15 @@ class DirectLink:
             target, source, length = target + got, source + got, length - got
         return True
 
+    def absent(self) -> list[int]:
+        """Ranks of the group whose memory is gone: their processes have ended."""
+        word = np.zeros(1, dtype=np.int64)
+        return [
+            rank
+            for peer, rank in enumerate(self.comm.ranks)
+            if peer != self.comm.rank and not self._read(peer, self.peers[peer][1], word.ctypes.data, 8)
+        ]
+
     def silent(self, peer: int) -> CommTimeout:
         """The error of a wait that took too long."""
         return CommTimeout(

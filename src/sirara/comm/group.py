@@ -48,6 +48,8 @@ class Link(Protocol):
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], *, tag: int
     ) -> Waitable: ...
 
+    def absent(self) -> list[int]: ...
+
 
 @dataclass(slots=True)
 class Transfer:
@@ -184,7 +186,12 @@ class Comm:
                 told = self.alarm.look() if self.alarm is not None else None
                 if told is not None:
                     raise told from error
-                raise CommError(f"a peer left during {what}", code="SR701", where=where, why=text) from error
+                # The library names a peer's address at most; a link knows whose memory is gone.
+                absent = self.link.absent() if self.link is not None else []
+                who = f": rank {', '.join(map(str, absent))}" if absent else ""
+                raise CommError(
+                    f"a peer left during {what}{who}", code="SR701", where=where, why=text
+                ) from error
             if "imed out" in text or "imeout" in text:
                 raise CommTimeout(
                     f"no answer from a peer within {self.timeout_s:g} s during {what}",

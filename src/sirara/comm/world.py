@@ -79,7 +79,7 @@ def world_comm(world: World, *, timeout_s: float, direct: bool = True) -> Comm:
     group = dist.group.WORLD if dist.is_initialized() else None
     comm = Comm(range(world.size), world.rank, group=group, timeout_s=timeout_s)
     if dist.is_initialized():
-        comm.alarm = Alarm(dist.distributed_c10d._get_default_store(), world.rank)
+        comm.alarm = Alarm(dist.distributed_c10d._get_default_store(), world.rank, world.size)
     return _joined(comm, direct)
 
 

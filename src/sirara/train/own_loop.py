@@ -447,8 +447,12 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self.comm.alarm is not None:
+        alarm = self.comm.alarm if error is not None else None
+        if error is not None and alarm is not None:
             # The other ranks wait for this one: they hear why it leaves.
-            self.comm.alarm.ring(error)
+            alarm.ring(error)
         # What memory alone holds must outlive this attempt.
-        self.close(clean=error is None and self.saves.on_disk)
+        self.end(clean=error is None and self.saves.on_disk)
+        if alarm is not None:
+            alarm.leave()
+        disconnect()
