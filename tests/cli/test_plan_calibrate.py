@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from sirara.cli.main import cli
 from sirara.plan.profile import read
-from sirara.plan.verdict import UNITS
+from sirara.plan.verdict import RATES, UNITS
 
 CONFIG = """\
 schema: 1
@@ -52,6 +52,17 @@ def test_a_machine_is_measured_and_plans_are_made_of_what_was_found(tmp_path, mo
             assert plan["time"]["how"] == UNITS
             assert 0 < plan["time"]["step_s"] < 60
     assert "measured on this machine" in say(str(file), "mesh.dp=1", "--gpu", "here")
+
+    # Microbatches of two were not measured: the formulas' step is as far off as beside the measured one, either way.
+    one, two = "train.micro_batch=1", "train.micro_batch=2"
+    known, guessed = (
+        json.loads(say(str(file), "mesh.dp=1", a, "--what-if", b, "--gpu", "here", "--json"))
+        for a, b in ((one, two), (two, one))
+    )
+    assert known["time"]["how"] == UNITS and guessed["time"]["how"] == RATES
+    assert known["time"]["step_s"] == guessed["what_if"][0]["step_s"]
+    assert known["what_if"][0]["step_s"] == pytest.approx(guessed["time"]["step_s"])
+    assert "by measured times" in say(str(file), "mesh.dp=1", two, "--what-if", one, "--gpu", "here")
 
 
 @pytest.mark.parametrize(

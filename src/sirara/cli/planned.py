@@ -23,7 +23,7 @@ from sirara.plan.offload import slowest
 from sirara.plan.page import as_html
 from sirara.plan.search import Found, search, smaller
 from sirara.plan.unlike import Arranged, arranged_text, arrangements, searched, why_none
-from sirara.plan.verdict import UNITS, Change, Plan, Setting, nearest, plan, refusal
+from sirara.plan.verdict import RATES, UNITS, Change, Plan, Setting, nearest, plan, refusal
 from sirara.pure.families import ModelShape
 
 PLANNED = 7
@@ -87,8 +87,14 @@ def planned(
             png_file=png_file,
         )
         return
-    found = plan(loaded.config, shape, setting, dp=degree_of_dp(loaded.config, setting.cluster.gpus))
+    dp = degree_of_dp(loaded.config, setting.cluster.gpus)
+    found = plan(loaded.config, shape, setting, dp=dp)
     changes = [_what_if(found, wanted, path, words, change) for change in what_if]
+    off = next((c.formulas_off for c in changes if c.measured), None)
+    if off is not None and found.how == RATES:
+        # Formulas beside measured times: as far off as they are there.
+        found = plan(loaded.config, shape, replace(setting, formulas_off=off), dp=dp)
+        changes = [_what_if(found, wanted, path, words, change) for change in what_if]
     ways = arrangements(found) if setting.counts else []
     if as_json:
         say_json(
@@ -242,6 +248,7 @@ def _what_if(found: Plan, wanted: Wanted, path: str, words: Sequence[str], chang
         fits=there.fits,
         runs=not there.not_run,
         measured=there.how == UNITS,
+        formulas_off=_formulas_off(there),
     )
 
 

@@ -1,6 +1,7 @@
 """Sizes and times as people write them: `512GiB` is bytes, `30m` is seconds."""
 
 import re
+from fractions import Fraction
 
 SIZE_UNITS = {
     "B": 1,
@@ -13,14 +14,14 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
 def parse_size_bytes(text: str) -> int:
-    """Bytes of `1.5GiB` or `2 GB`.
+    """Whole bytes of `1.5GiB` or `2 GB`, rounded down: `0.1GiB` is 107374182.
 
-    Raises:  ValueError that says which units there are.
+    Raises:  ValueError that says which units there are, or that it is less than a byte.
     """
     number, factor = _split(text, SIZE_UNITS, "512GiB")
-    size = float(number) * factor if "." in number else int(number) * factor
-    if size != int(size):
-        raise ValueError(f"is {size} bytes, not a whole number")
+    size = Fraction(number) * Fraction(factor)
+    if 0 < size < 1:
+        raise ValueError(f"is {float(size)} bytes, less than one")
     return int(size)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from sirara.plan.held import StageMemory
 from sirara.plan.residuals import Residual
-from sirara.plan.verdict import GIB, UNITS, Change, Plan
+from sirara.plan.verdict import GIB, RATES, UNITS, Change, Plan
 from sirara.pure.schedule import Kind
 from sirara.pure.simulate import Costs, Result, simulate
 
@@ -314,6 +314,7 @@ def changes_text(plan: Plan, changes: Sequence[Change], title: str) -> str:
         verdict = "fits" if c.fits else "does not fit"
         verdict += "" if c.runs else ", predicted only"
         verdict += ", by formulas" if plan.how == UNITS and not c.measured else ""
+        verdict += ", by measured times" if plan.how == RATES and c.measured else ""
         lines.append(
             f"  {c.keys:<34}{duration(c.step_s):>10}{plan.step_s / c.step_s - 1:>+10.1%}{c.device_bytes / GIB:>12.1f}"
             f"  {verdict}"

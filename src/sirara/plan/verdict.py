@@ -48,6 +48,8 @@ class Change:
     """Whether this version runs it; else it is a prediction."""
     measured: bool = False
     """Whether its step is made of times that were measured for its units."""
+    formulas_off: float = 1.0
+    """Measured times over those of formulas, where both are known."""
     error: str = ""
 
 
