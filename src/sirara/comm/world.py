@@ -112,7 +112,7 @@ def _joined(comm: Comm, direct: bool) -> Comm:
     if comm.size > 1 and comm.link is None:
         # NCCL connects a group at its first call and waits for all of it there, even if only two ranks exchange
         # something: tied weights of the first and the last stage, a matrix and its owner.
-        comm.gather_rows("meet", torch.zeros(1, device="cpu" if gloo else "cuda"))
+        comm.gather_rows("meet", torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu"))
     return comm
 
 
