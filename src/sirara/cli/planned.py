@@ -249,6 +249,7 @@ def _what_if(found: Plan, wanted: Wanted, path: str, words: Sequence[str], chang
         runs=not there.not_run,
         measured=there.how == UNITS,
         formulas_off=_formulas_off(there),
+        block=there.block,
     )
 
 

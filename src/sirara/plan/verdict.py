@@ -50,6 +50,8 @@ class Change:
     """Whether its step is made of times that were measured for its units."""
     formulas_off: float = 1.0
     """Measured times over those of formulas, where both are known."""
+    block: int = 0
+    """Microbatches to a block of sums that it would be planned with, 0 where it is not planned by itself."""
     error: str = ""
 
 
@@ -82,6 +84,11 @@ class Plan:
     @property
     def gpus(self) -> int:
         return int(self.point.gpus[0])
+
+    @property
+    def block(self) -> int:
+        """Microbatches to a block of exact sums."""
+        return 1 << self.held.deal.k
 
     @property
     def allocated_bytes(self) -> float:
@@ -164,7 +171,7 @@ class Plan:
             "machines": self.setting.machines,
             "layout": {
                 "pp": m.pp, "dp": int(self.point.dp[0]), "cp": m.cp, "tp": m.tp, "ep": m.ep, "zero": m.zero,
-                "schedule": m.schedule, "virtual_stages": m.chunks, "block": 1 << self.held.deal.k,
+                "schedule": m.schedule, "virtual_stages": m.chunks, "block": self.block,
                 "sequence_parallel": m.sequence_parallel, "micro_batch": t.micro_batch,
                 "global_batch": t.global_batch, "recompute": t.recompute, "precision": t.precision,
                 "numerics": self.config.numerics,
@@ -360,8 +367,8 @@ def refusal(plan: Plan, changes: Sequence[Change]) -> PlanError:
         f"this layout does not fit: stage {stage.rank} needs {plan.device_bytes / GIB:.1f} GiB, "
         f"the device has {plan.setting.capacity_bytes / GIB:.1f} GiB",
         code="SR214",
-        where=f'plan, phase "step", mesh pp={mesh.pp} dp={int(plan.point.dp[0])} cp={mesh.cp} tp={mesh.tp}, '
-        f"micro_batch={plan.config.train.micro_batch}, numerics={plan.config.numerics}",
+        where=f'plan, phase "step", mesh pp={mesh.pp} dp={int(plan.point.dp[0])} cp={mesh.cp} tp={mesh.tp} '
+        f"block={plan.block}, micro_batch={plan.config.train.micro_batch}, numerics={plan.config.numerics}",
         why=f"{listed} GiB" + exact,
         try_=advice,
     )
@@ -370,7 +377,9 @@ def refusal(plan: Plan, changes: Sequence[Change]) -> PlanError:
 def _advice(plan: Plan, change: Change) -> str:
     faster = plan.step_s / change.step_s - 1
     later = "" if change.runs else "; does not run yet"
+    # Auto goes as low as it must: larger blocks exchange less, so part of the difference may be theirs.
+    block = f", block {change.block}" if change.block not in (0, plan.block) else ""
     keys = change.keys
     if keys.startswith("gpus="):
         keys = f"--gpus {keys.removeprefix('gpus=')} mesh.dp=auto"
-    return f"{keys:<34} (device {change.device_bytes / GIB:.1f} GiB, {faster:+.0%} tokens/s{later})"
+    return f"{keys:<34} (device {change.device_bytes / GIB:.1f} GiB, {faster:+.0%} tokens/s{block}{later})"
