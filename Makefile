@@ -1,6 +1,6 @@
 # make setup      .venv with the tested versions (done once; again when pyproject.toml or constraints.txt change)
 # make demo       the tour: build data, train, kill, resume, export, sample (under four minutes)
-# make test       check + every test (three quarters of an hour on 2 cores)
+# make test       check + every test (about twenty minutes on 2 cores)
 # make test-long  the full parity matrix and the long fault campaigns
 # make check      ruff, pyright, import-linter
 # make format     let ruff rewrite what `check` would complain about
