@@ -46,8 +46,9 @@ class Deal:
 
     @property
     def places(self) -> int:
-        """Microbatches of the rank that has most; the others pass their last places without one."""
-        return len(self.mine(0))
+        """Microbatches of rank 0, which has most; the others pass their last places without one."""
+        missing = (self.blocks << self.k) - self.microbatches  # from the last block
+        return (self.rounds << self.k) - (missing if (self.blocks - 1) % self.dp == 0 else 0)
 
     def closes(self, place: int) -> bool:
         """Whether a round ends at this place, the same on all ranks: every rank's block, if it has one, is whole."""
@@ -83,14 +84,8 @@ def deal(microbatches: int, dp: int, block: int | str = "auto", *, max_k: int = 
     if dp == 1:
         # Nothing is exchanged: one block holds all, and its tree needs no more buffers than the shard's would.
         return Deal(microbatches=microbatches, dp=1, k=max(0, (microbatches - 1).bit_length()))
-    best = min(len(_longest(microbatches, dp, 0)), microbatches)
-    k = max(k for k in range(max_k + 1) if k == 0 or len(_longest(microbatches, dp, k)) <= best)
-    return Deal(microbatches=microbatches, dp=dp, k=k)
-
-
-def _longest(microbatches: int, dp: int, k: int) -> list[int]:
-    candidate = Deal(microbatches=microbatches, dp=dp, k=k)
-    return max((candidate.mine(rank) for rank in range(dp)), key=len)
+    deals = [Deal(microbatches=microbatches, dp=dp, k=k) for k in range(max_k + 1)]
+    return next(d for d in reversed(deals) if d.places <= deals[0].places)
 
 
 def aligned_nodes(start: int, stop: int) -> list[tuple[int, int]]:

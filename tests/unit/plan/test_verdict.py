@@ -136,6 +136,13 @@ def test_blocks_hold_as_many_buffers_as_they_are_deep():
     assert buffers_of(deal(64, 4, 8), lean=False, fast=True, same=True).full_sum == 1
 
 
+@pytest.mark.timeout(30)
+def test_a_hundred_thousand_microbatches_of_one_rank_are_played_place_by_place():
+    # As deep as the largest whole subtree, of 2^16 leaves; in time linear in the microbatches.
+    dealt = deal(100_000, 1)
+    assert buffers_of(dealt, lean=False, fast=False, same=True).full_sum == 16
+
+
 def test_the_closed_form_of_buffers_is_what_is_played():
     cases = [
         (64, 2, 0),

@@ -59,6 +59,7 @@ def test_every_microbatch_has_one_owner_and_place(m: int, dp: int, k: int) -> No
     places = {i: (rank, place) for rank in range(dp) for place, i in enumerate(d.mine(rank))}
     assert sorted(places) == list(range(m))
     assert all(d.owner(i) == places[i] for i in range(m))
+    assert d.places == max(len(d.mine(rank)) for rank in range(dp))
     assert sum(d.senders(r) for r in range(d.rounds)) == d.blocks
 
 
