@@ -143,3 +143,26 @@ def test_a_worker_refuses_step_0_in_a_run_with_checkpoints(project, finished):
 def test_starting_needs_no_torch_until_it_trains():
     program = "import sys, sirara.cli.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.timeout(300)
+def test_compiled_blocks_with_dropout_have_equal_bits_on_any_number_of_stages(project):
+    # One process compiles more versions of what its blocks share than the compiler allows by default, each stage fewer.
+    # Evaluation, which drops nothing, is one more.
+    dropout = ("model.layers=4", "model.dropout=0.1", "model.attention_dropout=0.1")
+    words = (
+        *dropout,
+        "train.steps=4",
+        "train.eval_every=2",
+        "data.eval=[{path: store, name: same}]",
+        "--json",
+    )
+    layouts = (), ("launch.nproc=2", "mesh.pp=2", "mesh.zero=3")
+    one, two = (
+        project.sirara(
+            "run", "toy.yaml", "train.compile=true", "launch.max_restarts=0", *words, *layout, timeout_s=140
+        )
+        for layout in layouts
+    )
+    assert (one.code, two.code) == (0, 0), one.err + two.err
+    assert [one.result[k] for k in ("loss_hex", "digest")] == [two.result[k] for k in ("loss_hex", "digest")]

@@ -4,6 +4,7 @@ The same integers as `pure.rng.dropout_keep`, in torch's int64: additions and pr
 right is followed by a mask, because int64 shifts carry the sign.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,9 @@ def dropout(
     """
     if key is None or p == 0.0:
         return x
-    drop = _drop_outside_graphs if torch.compiler.is_compiling() else _drop_by_key
+    # What is called from a compiled function would be compiled too, even where that function itself is not any more.
+    compiled = torch.compiler.is_compiling() or "torch._dynamo" in sys.modules
+    drop = _drop_outside_graphs if compiled else _drop_by_key
     return drop(x, p, key, layer, site, cut or Cut(first=0))
 
 

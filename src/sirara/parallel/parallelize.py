@@ -6,6 +6,7 @@ What it asks of a model is small, so that a user's own module can fill it: an or
 blocks with one hidden state in and out, a head with the loss), and per unit the table of its logical tensors.
 """
 
+import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -129,6 +130,10 @@ def parallelize(
             _able(local[unit], "recompute_modules", f"recompute of {name_of(kinds)}")(kinds)
 
     if layout.compile:
+        # Dynamo counts versions of a function over all blocks that share it and, past its limit, runs the others as
+        # they are written: other bits, on other blocks in every layout.
+        limits = importlib.import_module("torch._dynamo.config")
+        limits.recompile_limit = limits.accumulated_recompile_limit = 1 << 20
         # In place: names of submodules and parameters stay what they are, so checkpoints do too.
         for unit in sorted(local.keys() - {0, len(units) - 1}):
             local[unit].compile(dynamic=False)
