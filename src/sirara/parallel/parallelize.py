@@ -133,7 +133,8 @@ def parallelize(
         # Dynamo counts versions of a function over all blocks that share it and, past its limit, runs the others as
         # they are written: other bits, on other blocks in every layout.
         limits = importlib.import_module("torch._dynamo.config")
-        limits.recompile_limit = limits.accumulated_recompile_limit = 1 << 20
+        for name in ("recompile_limit", "accumulated_recompile_limit"):
+            setattr(limits, name, 1 << 20)
         # In place: names of submodules and parameters stay what they are, so checkpoints do too.
         for unit in sorted(local.keys() - {0, len(units) - 1}):
             local[unit].compile(dynamic=False)
