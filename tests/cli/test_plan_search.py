@@ -238,6 +238,7 @@ def test_devices_that_leave_a_node_part_empty_are_planned_as_they_are(config: Pa
         (["--objective", "cost"], "--search"),
         (["--search", "--what-if", "mesh.zero=2"], "--what-if"),
         (["--trace", "--search"], "--search"),
+        (["--rank", 0], "--trace"),
         (["--trace", "--gpus", 8, "--what-if", "mesh.zero=2"], "--gpus, --what-if"),
         (["--trace", "--objective", "cost"], "--objective"),
         (["--png", "plan.bmp"], ".png"),

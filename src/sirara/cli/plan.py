@@ -72,9 +72,11 @@ class _Plan(click.Command):
 @click.option(
     "--trace", "tracing", is_flag=True, help="Build one rank without memory and play one step of it."
 )
-@click.option("--rank", type=int, default=0, show_default=True, help="The rank that is traced.")
+@click.option("--rank", type=int, help="The rank that is traced.  [default: 0]")
 @json_option()
-def plan(path: str, overrides: list[str], tracing: bool, rank: int, as_json: bool, **options: Any) -> None:
+def plan(
+    path: str, overrides: list[str], tracing: bool, rank: int | None, as_json: bool, **options: Any
+) -> None:
     """Memory, time, money and goodput of a run before there are machines for it.
 
     Exit code 3: it does not fit; the nearest changes that fit are named.  With --trace the real modules of one rank,
@@ -82,8 +84,13 @@ def plan(path: str, overrides: list[str], tracing: bool, rank: int, as_json: boo
     """
     if tracing:
         _refuse_beside_trace(options)
-        _trace(path, overrides, rank, as_json=as_json)
+        _trace(path, overrides, rank or 0, as_json=as_json)
         return
+    if rank is not None:
+        raise ConfigError(
+            f"--rank {rank} says which rank is traced", code="SR216", where="--rank",
+            try_=["--trace", "leave --rank out"],
+        )  # fmt: skip
     planned(path, overrides, as_json=as_json, **options)
 
 

@@ -110,7 +110,7 @@ def plan_calibrate(
     click.echo(f"{target}: {len(found.units)} unit times, {len(found.moves)} moves, {len(found.rates)} rates")
     for name, value in _summary(found).items():
         click.echo(f"  {name:<24}{value}")
-    click.echo(f"measured in {took:.0f} s; `sirara plan CONFIG --gpu here` uses it")
+    click.echo(f"measured in {took:.0f} s; `sirara plan CONFIG --gpu {out or 'here'}` uses it")
 
 
 def _loaded(path: str | None, words: Sequence[str], folder: Path) -> Loaded:

@@ -83,9 +83,10 @@ class Alarm:
         if error is not None:
             raise error
 
-    def leave(self) -> None:
-        """Says that this rank ends because of a failure, its own or one that it heard of; rank 0 waits for the others
-        to say so, LINGER_S at most."""
+    def leave(self, error: BaseException) -> None:
+        """Rings, and says that this rank ends because of `error`, its own or one that it heard of; rank 0 waits for the
+        others to say so, LINGER_S at most."""
+        self.ring(error)
         end = time.monotonic() + LINGER_S
         try:
             leaving = self._store.add(_LEAVING, 1)

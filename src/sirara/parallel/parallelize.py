@@ -129,14 +129,15 @@ def parallelize(
         if kinds != FULL:
             _able(local[unit], "recompute_modules", f"recompute of {name_of(kinds)}")(kinds)
 
-    if layout.compile:
+    compiled = sorted(local.keys() - {0, len(units) - 1}) if layout.compile else []
+    if compiled:
         # Dynamo counts versions of a function over all blocks that share it and, past its limit, runs the others as
         # they are written: other bits, on other blocks in every layout.
         limits = importlib.import_module("torch._dynamo.config")
         for name in ("recompile_limit", "accumulated_recompile_limit"):
             setattr(limits, name, 1 << 20)
         # In place: names of submodules and parameters stay what they are, so checkpoints do too.
-        for unit in sorted(local.keys() - {0, len(units) - 1}):
+        for unit in compiled:
             local[unit].compile(dynamic=False)
 
     groups = tuple(
@@ -166,6 +167,7 @@ def parallelize(
             model_units=len(units),
             recompute=[unit for unit in part if again.get(unit) == FULL],
             deferral=deferral,
+            compiled=[unit for unit in part if unit in compiled],
         )
         for stage, part in mine.items()
     }

@@ -81,6 +81,7 @@ class Chunk:
 
     Args:  units: modules by number in the model, in order.  recompute: units whose forward runs again in backward.
            deferral: splits the backward of a model that knows how; without it the input half does all the work.
+           compiled: units that torch.compile has made.
     """
 
     def __init__(
@@ -92,12 +93,15 @@ class Chunk:
         model_units: int,
         recompute: Sequence[int] = (),
         deferral: Deferral | None = None,
+        compiled: Sequence[int] = (),
     ) -> None:
         self.stage, self.units, self.zero = stage, dict(units), zero
         self.first, self.last = 0 in self.units, model_units - 1 in self.units
         self.head = model_units - 1
         self.recompute, self.deferral = frozenset(recompute), deferral
+        self.compiled = frozenset(compiled)
 
+    @torch.enable_grad()
     def forward(
         self, x: Tensor | None, inputs: Inputs, key: DropoutKey | None, scale: float
     ) -> tuple[Trail, Tensor]:
@@ -111,8 +115,8 @@ class Chunk:
         for unit in self.units:
             self.zero.enter(unit)
             again = unit in self.recompute
-            with torch.set_grad_enabled(not again):
-                y, losses_BL = self._run(unit, x, inputs, key, scale)
+            run = self._run_alone if again else self._run
+            y, losses_BL = run(unit, x, inputs, key, scale)
             trail.hidden.append(x)
             trail.outputs.append(None if again else y if y.grad_fn is None else get_gradient_edge(y))
             x = y.detach().requires_grad_()
@@ -173,7 +177,7 @@ class Chunk:
         losses_BL: Tensor | None = None
         for unit in self.units:
             self.zero.enter(unit)
-            x, losses_BL = self._run(unit, x, inputs, None, 1.0)
+            x, losses_BL = self._run_alone(unit, x, inputs, None, 1.0)
         result = losses_BL if losses_BL is not None else x
         if result is None:
             raise InvariantError(f"stage {self.stage} has no units")
@@ -193,6 +197,20 @@ class Chunk:
         if unit == self.head:
             return module(x, inputs.targets_BL, scale)
         return module(x, inputs.positions_BL, inputs.documents_BL, key), None
+
+    def _run_alone(
+        self, unit: int, x: Tensor | None, inputs: Inputs, key: DropoutKey | None, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `_run`, without anything for a backward.
+
+        A compiled unit runs as it does in training and what it kept is dropped: without gradients it would be compiled
+        once more, and other code may have other bits.
+        """
+        with torch.set_grad_enabled(unit in self.compiled):
+            if x is not None and unit in self.compiled:
+                x = x.detach().requires_grad_()
+            y, losses_BL = self._run(unit, x, inputs, key, scale)
+        return y.detach(), losses_BL
 
     def _backward_at_once(self, unit: int, trail: Trail, dy: Tensor | None, microbatch: int) -> Tensor | None:
         self.zero.open(unit)

@@ -47,7 +47,10 @@ def search_text(found: Found) -> str:
             f"  {duration(a.step_s):>9} {found.best.step_s / a.step_s - 1:>+7.1%}  {a.device_bytes / GIB:>6.1f} GiB  "
             f"{_difference(found.best_words, a.words)}{later}"
         )
-    lines += ["", "each knob at each value: the best step that it allows"]
+    lines += [
+        "",
+        "each knob at each value: the best step that it allows by closed forms, its memory not counted again",
+    ]
     lines += list(_knobs(found, best))
     lines += ["", "left out"]
     lines += [f"  {count:>10,}  {why}" for why, count in found.reasons.items()]

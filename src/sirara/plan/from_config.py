@@ -37,7 +37,7 @@ from sirara.pure.recompute import Setting, kinds_of_blocks
 from sirara.pure.schedule import rank_of
 from sirara.pure.shape import ModelShape
 from sirara.pure.split import blocks_per_stage, split_units, unit_costs
-from sirara.pure.tree import Deal
+from sirara.pure.tree import Deal, most_places
 
 Floats = NDArray[np.float64]
 Columns = dict[str, Any]
@@ -279,20 +279,12 @@ def block_depth(c: Mapping[str, Any]) -> NDArray[np.int64]:
     total = np.asarray(c["global_batch"]) // np.asarray(c["micro_batch"])
     dp, asked = np.asarray(c["dp"]), np.asarray(c.get("block", -1))
     deepest = np.where(np.asarray(c["zero"]) >= 2, 0, AUTO_DEPTH)
-    best = np.minimum(_longest(total, dp, 0), total)
+    best = most_places(total, dp, 0)
     k = np.zeros(np.broadcast(total, dp, deepest).shape, dtype=np.int64)
     for depth in range(1, AUTO_DEPTH + 1):
-        k = np.where((depth <= deepest) & (_longest(total, dp, depth) <= best), depth, k)
+        k = np.where((depth <= deepest) & (most_places(total, dp, depth) <= best), depth, k)
     alone = np.ceil(np.log2(np.maximum(1, total)))
     return np.where(asked >= 0, asked, np.where(dp == 1, alone, k)).astype(np.int64)
-
-
-def _longest(total: Any, dp: Any, k: int) -> Any:
-    """Microbatches of the rank that has most, in blocks of 2^k."""
-    blocks = -(-total // (1 << k))
-    rounds = -(-blocks // dp)
-    last = total - (blocks - 1) * (1 << k)
-    return np.where((blocks % dp == 1) | (dp == 1), (rounds - 1) * (1 << k) + last, rounds * (1 << k))
 
 
 def gradient_bytes(

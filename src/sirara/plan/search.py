@@ -154,12 +154,13 @@ def _search(config: RunConfig, shape: ModelShape, setting: Setting, space: Space
 # ---- outcome
 
 
-def _ranked(table: Table, objective: str) -> NDArray[np.int64]:
-    """Flat indices of what fits, best first."""
+def _ranked(table: Table, objective: str, *, now: bool = False) -> NDArray[np.int64]:
+    """Flat indices of what fits, best first.  now: what is near the fastest is near the fastest that runs."""
     step, device = table.step.ravel(), table.device.ravel()
     fit = np.flatnonzero(np.isfinite(step))
     if objective == "memory":
-        fit = fit[step[fit] <= SLOWER * np.nanmin(step)]
+        fastest = (step[at] for at in map(int, _ranked(table, "time")) if not now or _runs(table, at))
+        fit = fit[step[fit] <= SLOWER * next(fastest, 0.0)]
         return fit[np.lexsort((step[fit], device[fit]))]
     # Of layouts that take the same time (to a thousandth) the one that needs least memory.
     rounded = np.round(np.log(step[fit]) * 1000)
@@ -171,7 +172,7 @@ def _first(
 ) -> tuple[Plan | None, int]:  # fmt: skip
     """The best that fits when its memory is counted by the executor's rules too; the table learns what was counted."""
     tried, off, best, best_at = 0, 1.0, None, -1
-    for at in map(int, _ranked(table, objective)):
+    for at in map(int, _ranked(table, objective, now=now)):
         if now and not _runs(table, at):
             continue
         if best is not None and table.step.flat[at] >= best.step_s:

@@ -13,6 +13,7 @@ added in block order: the association, and so every bit, is the same for every k
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +48,7 @@ class Deal:
     @property
     def places(self) -> int:
         """Microbatches of rank 0, which has most; the others pass their last places without one."""
-        missing = (self.blocks << self.k) - self.microbatches  # from the last block
-        return (self.rounds << self.k) - (missing if (self.blocks - 1) % self.dp == 0 else 0)
+        return int(most_places(self.microbatches, self.dp, self.k))
 
     def closes(self, place: int) -> bool:
         """Whether a round ends at this place, the same on all ranks: every rank's block, if it has one, is whole."""
@@ -62,6 +62,14 @@ class Deal:
         """(rank, position in `mine(rank)`) of microbatch i; blocks before the last one are full."""
         b = i >> self.k
         return b % self.dp, ((b // self.dp) << self.k) + (i - (b << self.k))
+
+
+def most_places(microbatches: Any, dp: Any, k: int) -> Any:
+    """`Deal.places` for numbers, or arrays of them."""
+    blocks = -(-microbatches // (1 << k))
+    rounds = -(-blocks // dp)
+    missing = blocks * (1 << k) - microbatches  # from the last block
+    return rounds * (1 << k) - missing * ((blocks - 1) % dp == 0)
 
 
 def deal(microbatches: int, dp: int, block: int | str = "auto", *, max_k: int = 3) -> Deal:

@@ -447,12 +447,8 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        alarm = self.comm.alarm if error is not None else None
-        if error is not None and alarm is not None:
+        if error is not None and self.comm.alarm is not None:
             # The other ranks wait for this one: they hear why it leaves.
-            alarm.ring(error)
+            self.comm.alarm.leave(error)
         # What memory alone holds must outlive this attempt.
-        self.end(clean=error is None and self.saves.on_disk)
-        if alarm is not None:
-            alarm.leave()
-        disconnect()
+        self.close(clean=error is None and self.saves.on_disk)

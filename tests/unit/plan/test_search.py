@@ -70,6 +70,16 @@ def test_memory_is_the_objective_within_a_quarter_of_the_fastest_time():
     assert small.best.step_s <= 1.3 * fast.best.step_s
 
 
+def test_what_runs_is_near_the_fastest_that_runs_when_memory_is_the_objective():
+    # fp8, which does not run, is so fast here that nothing that runs is within a quarter of it.
+    space = replace(SMALL, precision=("bf16", "fp8"))
+    found = search(config(), SHAPE, setting(8, "b200"), space, objective="memory")
+    runs = search(config(), SHAPE, setting(8, "b200"), SMALL, objective="memory")
+    assert found.best_words["precision"] == "fp8" and found.best_now is not None
+    assert found.best_now.step_s > 1.25 * found.best.step_s
+    assert found.best_now.device_bytes == runs.best.device_bytes
+
+
 def test_a_ceiling_binds():
     low = search(config(), SHAPE, setting(8, ceiling_bytes=30 * 2.0**30), SMALL)
     assert low.best.device_bytes <= 30 * 2**30
