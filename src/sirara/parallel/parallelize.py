@@ -23,8 +23,8 @@ from sirara.parallel.tensor import TensorAxis
 from sirara.parallel.zero import Zero
 from sirara.pure.families import UnitSpec
 from sirara.pure.groups import Group, flat_groups
-from sirara.pure.recompute import FULL, Kinds, Setting, all_kinds, kinds_of_blocks, name_of
-from sirara.pure.schedule import Action, Kind, Schedule, sending_early
+from sirara.pure.recompute import FULL, Kinds, Setting, keeps_little, kinds_of_blocks, name_of
+from sirara.pure.schedule import Action, Kind, Schedule, sending_early, sends_early
 from sirara.pure.tree import Deal
 
 
@@ -194,15 +194,9 @@ def parallelize(
 
 
 def _played(model: Trainable, layout: Layout, *, tp: int) -> Schedule:
-    """The layout's table, with dx sent before weight gradients are made where that costs nothing.
-
-    A compiled block has one backward.  The sum of dx over tp is hidden behind weight gradients.  A block of which
-    much is run again would keep what its weight gradients need until all blocks of the stage have run.
-    """
-    keeps_little = any(kinds - {"norm", "act"} for kinds in all_kinds(layout.recompute))
-    if layout.compile or tp > 1 or keeps_little or not hasattr(model, "split_backward"):
-        return layout.schedule
-    return sending_early(layout.schedule)
+    """The layout's table, with dx sent early where that costs nothing and the model can split its backward."""
+    early = sends_early(tp=tp, compiled=layout.compile, keeps_little=keeps_little(layout.recompute))
+    return sending_early(layout.schedule) if early and hasattr(model, "split_backward") else layout.schedule
 
 
 def _homes(layout: Layout, units: int) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ def search_text(found: Found) -> str:
         )
     lines += [
         "",
-        "each knob at each value: the best step that it allows by closed forms, its memory not counted again",
+        "each knob at each value: the best step that it allows, memory counted by the executor's rules",
     ]
     lines += list(_knobs(found, best))
     lines += ["", "left out"]

@@ -33,8 +33,8 @@ from sirara.plan.points import (
     points,
 )
 from sirara.pure.families import unit_specs
-from sirara.pure.recompute import Setting, kinds_of_blocks
-from sirara.pure.schedule import rank_of
+from sirara.pure.recompute import Setting, keeps_little, kinds_of_blocks
+from sirara.pure.schedule import rank_of, sends_early
 from sirara.pure.shape import ModelShape
 from sirara.pure.split import blocks_per_stage, split_units, unit_costs
 from sirara.pure.tree import Deal, most_places
@@ -211,6 +211,13 @@ def shares_again(config: RunConfig, blocks: Sequence[int]) -> Floats:
     return np.stack([share[0], share[1:-1].max(axis=0) if m.pp > 2 else share[0], share[-1]])
 
 
+def plays_early(config: RunConfig) -> bool:
+    """Whether the ranks send dx before they make weight gradients."""
+    train = config.train
+    little = keeps_little(train.recompute) or config.offload.activations != "none"
+    return sends_early(tp=config.mesh.tp, compiled=train.compile, keeps_little=little)
+
+
 def _blocks(config: RunConfig, shape: ModelShape) -> list[int]:
     return blocks_per_stage(stage_units(config, shape))
 
@@ -246,10 +253,10 @@ def as_points(columns: Mapping[str, Any], cluster: Cluster, *, accelerator: Any 
     tp = np.asarray(c["tp"])
     c["vocab"] = np.ceil(np.asarray(c["vocab"]) / tp) * tp
     k = block_depth(c)
-    grad, rounds = gradient_bytes(c, k, weight, sums, exact)
-    zero, dp = np.asarray(c["zero"]), np.asarray(c["dp"])
-    leaf = np.where((k == 0) & (dp > 1) & exact, weight, sums)
-    per_node = np.minimum(cluster.per_node, dp * np.asarray(c["pp"]) * tp * np.asarray(c["cp"]))
+    grad, turn, rounds = gradient_bytes(c, k, weight, sums, exact)
+    zero, ranks = np.asarray(c["zero"]), _leaves(c)[1]
+    leaf = np.where((k == 0) & (ranks > 1) & exact, weight, sums)
+    per_node = np.minimum(cluster.per_node, ranks * np.asarray(c["pp"]) * tp)
     return points(
         {
             **c,
@@ -257,8 +264,9 @@ def as_points(columns: Mapping[str, Any], cluster: Cluster, *, accelerator: Any 
             # The buffers of the tree are in grad_bytes.
             "exact": 0.0,
             "weight_bytes": weight,
-            "gather_bytes": np.where((zero == 0) & (dp > 1), sums, weight),
+            "gather_bytes": np.where((zero == 0) & (ranks > 1), sums, weight),
             "grad_bytes": grad,
+            "turn_bytes": turn,
             "optim_bytes": states * sums + np.where(weight < sums, sums, 0.0),
             "reduce_bytes": leaf * np.where(zero >= 2, 1.0, rounds),
             "per_node": per_node,
@@ -274,10 +282,16 @@ def _lookup(names: NDArray[Any], table: Mapping[str, float]) -> Floats:
     return found
 
 
+def _leaves(c: Mapping[str, Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(gradients that a step adds, ranks that make them): of each part of a sequence one."""
+    cp = np.asarray(c.get("cp", 1)).astype(np.int64)
+    microbatches = np.asarray(c["global_batch"]) // np.asarray(c["micro_batch"])
+    return microbatches * cp, np.asarray(c["dp"]).astype(np.int64) * cp
+
+
 def block_depth(c: Mapping[str, Any]) -> NDArray[np.int64]:
     """k of blocks of 2^k microbatches: what `block` says, or where it is -1 what `pure.tree.deal` takes for auto."""
-    total = np.asarray(c["global_batch"]) // np.asarray(c["micro_batch"])
-    dp, asked = np.asarray(c["dp"]), np.asarray(c.get("block", -1))
+    (total, dp), asked = _leaves(c), np.asarray(c.get("block", -1))
     deepest = np.where(np.asarray(c["zero"]) >= 2, 0, AUTO_DEPTH)
     best = most_places(total, dp, 0)
     k = np.zeros(np.broadcast(total, dp, deepest).shape, dtype=np.int64)
@@ -289,26 +303,26 @@ def block_depth(c: Mapping[str, Any]) -> NDArray[np.int64]:
 
 def gradient_bytes(
     c: Mapping[str, Any], k: NDArray[np.int64], weight: Floats, sums: Floats, exact: NDArray[np.bool_]
-) -> tuple[Floats, Floats]:
-    """(bytes of gradient sums per parameter that a rank holds, rounds of exchange in a step).
+) -> tuple[Floats, Floats, Floats]:
+    """(bytes of gradient sums per parameter that a rank holds, `Points.turn_bytes`, rounds of exchange in a step).
 
-    Per parameter of the rank below ZeRO 2, of its shard from ZeRO 2 on.
+    The first per parameter of the rank below ZeRO 2, of its shard from ZeRO 2 on.
     """
-    total = np.asarray(c["global_batch"]) // np.asarray(c["micro_batch"])
-    dp, zero = np.asarray(c["dp"]).astype(np.int64), np.asarray(c["zero"])
+    (total, dp), zero = _leaves(c), np.asarray(c["zero"])
     parts = np.broadcast_arrays(total, dp, k, zero >= 2, ~exact, weight >= sums)
     key = np.zeros(parts[0].shape, dtype=np.int64)
     for part, size in zip(parts, _SIZES, strict=True):
         key = key * size + part
     cases, at = np.unique(key, return_inverse=True)
     counts = np.array([_counted(*_parted(int(case))) for case in cases], dtype=np.float64)[at.ravel()]
-    full_leaf, full_sum, shard_leaf, shard_sum, rounds = (n.reshape(key.shape) for n in counts.T)
+    full_leaf, full_sum, shard_leaf, shard_sum, *once, rounds = (n.reshape(key.shape) for n in counts.T)
+    turn = once[0] * weight + once[1] * sums + (once[2] * weight + once[3] * sums) / dp
     cut = (zero >= 2) & (dp > 1)
     # ZeRO 0 gathers the summed shards again: in a buffer that sums were made in, where there is one.
     again = np.where((zero == 0) & (dp > 1) & (full_sum == 0), sums, 0.0)
     shards = shard_leaf * weight + shard_sum * sums
     whole = full_leaf * weight + full_sum * sums + shards / dp + again
-    return np.where(cut, shards, whole), np.asarray(rounds)
+    return np.where(cut, shards, whole), turn, np.asarray(rounds)
 
 
 _SIZES = (1 << 24, 1 << 20, 1 << 5, 2, 2, 2)
@@ -324,7 +338,9 @@ def _parted(case: int) -> list[int]:
 
 
 @cache
-def _counted(total: int, dp: int, k: int, lean: int, fast: int, same: int) -> tuple[int, int, int, int, int]:
+def _counted(total: int, dp: int, k: int, lean: int, fast: int, same: int) -> tuple[int, ...]:
     dealt = Deal(microbatches=total, dp=dp, k=k)
     b = buffers_of(dealt, lean=bool(lean), fast=bool(fast), same=bool(same))
-    return b.full_leaf, b.full_sum, b.shard_leaf, b.shard_sum, 1 if fast else dealt.rounds
+    each = b.full_leaf, b.full_sum, b.shard_leaf, b.shard_sum
+    once = b.once_leaf, b.once_sum, b.once_shard_leaf, b.once_shard_sum
+    return *each, *once, 1 if fast else dealt.rounds

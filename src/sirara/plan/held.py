@@ -18,9 +18,9 @@ from sirara.config.check import frozen_names
 from sirara.config.schema import RunConfig
 from sirara.plan.buffers import MOST_IN_TURN, MOST_PLAYED, Buffers, buffers_of, leaf_kind, made_in_turn
 from sirara.plan.constants import Constants
-from sirara.plan.from_config import AUTO_DEPTH, STATES, WEIGHT_BYTES, stage_units
+from sirara.plan.from_config import AUTO_DEPTH, STATES, WEIGHT_BYTES, plays_early, stage_units
 from sirara.plan.hardware import Table
-from sirara.plan.memory import activations, let_go, memory
+from sirara.plan.memory import ON_DEVICE, activations, head_kept, let_go, memory, owed_bytes
 from sirara.plan.own import OwnBytes, own_bytes
 from sirara.plan.points import Points, concatenate, pieces_of
 from sirara.pure.families import ModelShape, UnitSpec, unit_specs, with_frozen
@@ -114,18 +114,19 @@ def held(config: RunConfig, shape: ModelShape, point: Points, hardware: Table, c
 
     Args:  point: of this configuration, one entry.
     """
-    m, dp, tp = config.mesh, int(point.dp[0]), int(point.tp[0])
+    m, tp = config.mesh, int(point.tp[0])
     units = specs_of(config, shape)
     split = stage_units(config, shape)
-    microbatches = config.train.global_batch // config.train.micro_batch
+    # A context-parallel rank's part of a sequence has a gradient of its own.
+    leaves, ranks = config.train.global_batch // config.train.micro_batch * m.cp, int(point.shards[0])
     deepest = 0 if m.zero >= 2 else AUTO_DEPTH
-    dealt = deal(microbatches, dp, m.block, max_k=deepest)
+    dealt = deal(leaves, ranks, m.block, max_k=deepest)
     if m.block == "auto":
-        dealt = Deal(microbatches=microbatches, dp=dp, k=int(point.block[0]))
+        dealt = Deal(microbatches=leaves, dp=ranks, k=int(point.block[0]))
     played = min(dealt.places, MOST_SIMULATED * m.stages)
     if m.schedule == "interleaved" and dealt.places % m.pp == 0:
         played = max(m.pp, played // m.pp * m.pp)
-    table, alive, owed = _on_the_clock(m.schedule, m.pp, m.chunks, played)
+    table, alive, owed = _on_the_clock(m.schedule, m.pp, m.chunks, played, plays_early(config))
     if m.schedule == "gpipe":
         # All forwards come first, however many there are.
         alive = (dealt.places,) * m.pp
@@ -149,7 +150,7 @@ def held(config: RunConfig, shape: ModelShape, point: Points, hardware: Table, c
 
 @lru_cache(maxsize=64)
 def _on_the_clock(
-    name: str, ranks: int, chunks: int, microbatches: int
+    name: str, ranks: int, chunks: int, microbatches: int, early: bool
 ) -> tuple[Schedule, tuple[int, ...], tuple[int, ...]]:
     """(table, microbatches alive at once, weight gradients put off at once), by rank.
 
@@ -157,7 +158,9 @@ def _on_the_clock(
     """
     table = schedule(name, ranks=ranks, chunks=chunks, microbatches=microbatches)
     costs = Costs.uniform(table.stages)
-    return table, simulate(table, costs).live_peak, simulate(sending_early(table), costs).owed_peak
+    result = simulate(table, costs)
+    owed = simulate(sending_early(table), costs).owed_peak if early else result.owed_peak
+    return table, result.live_peak, owed
 
 
 def specs_of(config: RunConfig, shape: ModelShape) -> tuple[UnitSpec, ...]:
@@ -200,7 +203,7 @@ def _weight_bytes(config: RunConfig) -> int:
 
 def _counted(own: OwnBytes, formula: _Block, *, offloaded: bool) -> _Block:
     """A block of our own modules, counted from what they save."""
-    on_host = 0.1 if offloaded else 1.0
+    on_host = ON_DEVICE if offloaded else 1.0
     return _Block(
         whole=own.whole * on_host,
         pieces=own.pieces * on_host,
@@ -211,7 +214,7 @@ def _counted(own: OwnBytes, formula: _Block, *, offloaded: bool) -> _Block:
         rows=own.embedding,
         boundary=own.boundary,
         libraries=own.libraries,
-        owed=own.owed,
+        owed=own.owed * on_host,
     )
 
 
@@ -227,13 +230,15 @@ def _block_bytes(p: Points, hardware: Table, constants: Constants) -> _Block:
         concatenate([plain, plain.with_(layers=2), alone.with_(vocab=1, again=again)]), hardware, constants
     )
     whole = float(m.activations[1] - m.activations[0])
-    on_host = 0.1 if p.offload_activations[0] > 0 else 1.0
+    on_host = ON_DEVICE if p.offload_activations[0] > 0 else 1.0
     return _Block(
         whole=whole * on_host,
         pieces=let_go(plain, activations(plain))[0] * on_host,
         embedding=max(0.0, float(m.activations[0]) - whole),
         working=float(m.transient[2]),
         loss=float(m.transient[0]),
+        head=float(head_kept(p)[0]),
+        owed=float(owed_bytes(plain, activations(plain))[0]) * on_host,
     )
 
 
@@ -387,7 +392,7 @@ def _in_turn(
     if m.chunks == 1 or not plain or cut or dealt.places * len(uses) > MOST_IN_TURN:
         return None
     sums, leaf = _sum_bytes(config), _bytes_of(config, uses[0][1])
-    turns = _turns(m.schedule, m.pp, m.chunks, dealt.places)[rank]
+    turns = _turns(m.schedule, m.pp, m.chunks, dealt.places, plays_early(config))[rank]
     order = sorted(uses, key=lambda use: -use[2])
     made = made_in_turn(
         turns,
@@ -410,16 +415,17 @@ def _guests(config: RunConfig, groups: Sequence[Group], here: Here, dealt: Deal)
 
 
 @lru_cache(maxsize=64)
-def _turns(name: str, ranks: int, chunks: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
+def _turns(name: str, ranks: int, chunks: int, microbatches: int, early: bool) -> tuple[tuple[int, ...], ...]:
     """By rank, its stages, as `_turn` numbers them, in the order in which it makes weight gradients in them."""
-    table = sending_early(schedule(name, ranks=ranks, chunks=chunks, microbatches=microbatches))
-    late, early = (Kind.BACKWARD, Kind.WEIGHT), (Kind.BACKWARD, Kind.INPUT)
+    table = schedule(name, ranks=ranks, chunks=chunks, microbatches=microbatches)
+    table = sending_early(table) if early else table
+    late, first = (Kind.BACKWARD, Kind.WEIGHT), (Kind.BACKWARD, Kind.INPUT)
 
     def turns(row: Sequence[Action]) -> Iterator[int]:
         for action in row:
             if action.kind in late:
                 yield _turn(action.stage, embedding=False)
-            if action.kind in early and action.stage == 0:
+            if action.kind in first and action.stage == 0:
                 yield _turn(action.stage, embedding=True)
 
     return tuple(tuple(turns(row)) for row in table.rows)

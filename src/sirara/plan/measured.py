@@ -17,7 +17,7 @@ import numpy as np
 from sirara.config.schema import RunConfig
 from sirara.plan.cores import Played, Slow, play, together_s
 from sirara.plan.cost import Times
-from sirara.plan.from_config import WEIGHT_BYTES, stage_units
+from sirara.plan.from_config import WEIGHT_BYTES, plays_early, stage_units
 from sirara.plan.held import Held, specs_of
 from sirara.plan.profile import Profile, UnitTime, signature_of, wide_of
 from sirara.pure.groups import Group, flat_groups
@@ -355,8 +355,10 @@ def _played(config: RunConfig, places: int, costs: Costs, crowd: Slow, alike: in
     some = min(places, MOST_PLAYED)
     if m.schedule == "interleaved":
         some = max(m.pp, some // m.pp * m.pp)
-    table = sending_early(schedule(m.schedule, ranks=m.pp, chunks=m.chunks, microbatches=some))
-    return play(table, costs, slow=crowd, alike=alike), places / some
+    table = schedule(m.schedule, ranks=m.pp, chunks=m.chunks, microbatches=some)
+    return play(
+        sending_early(table) if plays_early(config) else table, costs, slow=crowd, alike=alike
+    ), places / some
 
 
 def _share(

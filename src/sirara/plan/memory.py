@@ -32,6 +32,10 @@ from sirara.plan.points import (
 )
 
 Floats = NDArray[np.float64]
+LOGITS_BYTES, CHUNK_TOKENS = 24 << 20, 256
+"""Of a chunk of logits: model/loss.py."""
+ON_DEVICE = 0.1
+"""Of offloaded activations, what is on its way: an assumption; none of it has been measured here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,23 +68,24 @@ def memory(p: Points, hardware: Table, constants: Constants) -> Memory:
     """The memory of each configuration on its busiest stage."""
     s, z = stages(p), sizes(p)
     dense, expert = _held(p, s, z)
-    static = _static(p, dense, expert)
+    static = _static(p, s, dense, expert)
     gathered, grad_peak = _gathered(p, s, z)
     per_block = activations(p)
     kept = _kept(p, per_block)
     alive = in_flight(p, s)
     gone = p.again.any()
-    each = kept[:, None] - (p.again * let_go(p, per_block)[:, None, :]).sum(axis=2) if gone else kept[:, None]
-    acts = alive * (each * s.blocks + _mixture_extra(p)[:, None] * s.mixtures)
+    each = kept_each(p, per_block)
+    acts = alive * each * s.blocks + put_off(p, s, per_block, each)
     acts = acts + (s.first * alive * _embedding_kept(p)[:, None])
-    acts = np.where(p.offload_activations[:, None] > 0, acts * 0.1, acts)
+    acts = np.where(p.offload_activations[:, None] > 0, acts * ON_DEVICE, acts)
+    acts = acts + s.last * np.maximum(0.0, alive - 1) * head_kept(p)[:, None]
     loss = s.last * (_loss(p) + _head_gradient(p))[:, None]
     work = _working(p, per_block)[:, None] + grad_peak[:, None]
     work = work + made_again(p, per_block) if gone else work
     transient = np.maximum(loss, work)
     ends = s.first * (p.vocab * p.hidden / p.tp * 2 - kept * s.blocks[:, 0] * (p.zero < 3))[:, None]
     transient = np.maximum(transient, ends)
-    by_stage = sum(static.values()) + gathered[:, None] + acts + transient
+    by_stage = sum(static.values()) + gathered + acts + transient
     by_stage = np.where(s.count > 0, by_stage, 0.0)
     at = by_stage.argmax(axis=1)
 
@@ -98,7 +103,7 @@ def memory(p: Points, hardware: Table, constants: Constants) -> Memory:
         gradients=pick(static["gradients"]),
         optimizer=pick(static["optimizer"]),
         tree=pick(static["tree"]),
-        gathered=gathered,
+        gathered=pick(gathered),
         stand_ins=pick(static["stand_ins"]),
         activations=pick(acts),
         loss=pick(loss),
@@ -137,7 +142,7 @@ def _optimizer_bytes(p: Points, dense: Floats, expert: Floats) -> Floats:
     return (dense / over[:, None] + expert / over_e[:, None]) * (p.optim_bytes * trained)[:, None]
 
 
-def _static(p: Points, dense: Floats, expert: Floats) -> dict[str, Floats]:
+def _static(p: Points, s: Stages, dense: Floats, expert: Floats) -> dict[str, Floats]:
     def cut(at: int) -> Floats:
         split = p.zero >= at
         return (
@@ -157,27 +162,37 @@ def _static(p: Points, dense: Floats, expert: Floats) -> dict[str, Floats]:
     whole = np.where(p.zero >= 2, 0.0, (k - 1) * 4)[:, None] * (dense + expert)
     tree = (p.exact > 0)[:, None] * (whole + (counter * 4)[:, None] * shard)
     # One stand-in per shape, so those of one block serve all.
-    some = np.maximum(dense[:, 1], dense[:, 0]) > 0
+    some = (np.maximum(dense[:, 1], dense[:, 0]) > 0)[:, None]
     z = sizes(p)
     block = (z.attention + np.where(z.moe > 0, z.shared, z.dense_mlp)) / p.tp
+    # Of a block's sums and those of either end some buffers, which all blocks use in turn.
+    ends = s.first * z.embedding[:, None] + s.last * (np.maximum(z.head, (p.tied > 0) * z.embedding))[:, None]
+    turn = some * block[:, None] + ends / p.tp[:, None]
+    gradients = gradients + (p.turn_bytes * trained * (p.offload_optimizer == 0))[:, None] * turn
     return {
         "weights": cut(3) * p.weight_bytes[:, None],
         "gradients": gradients,
         "optimizer": np.where(p.offload_optimizer[:, None] > 0, 0.0, optimizer),
         "tree": tree,
-        "stand_ins": np.broadcast_to((some * p.dummy_bytes * block)[:, None], dense.shape),
+        "stand_ins": np.broadcast_to(some * (p.dummy_bytes * block)[:, None], dense.shape),
     }
 
 
 def _gathered(p: Points, s: Stages, z: Sizes) -> tuple[Floats, Floats]:
-    """(gathered units, gradients of a unit before they are cut) [n] of ZeRO-3."""
+    """(gathered units [n, 3], gradients of a unit before they are cut [n]) of ZeRO-3."""
     block = (z.attention + z.norms + np.where(z.moe > 0, z.shared + z.router, z.dense_mlp)) / p.tp
     block = block + z.experts / p.ep
     root = (z.embedding + z.head) / p.tp
     on = p.zero >= 3
     # The next block is gathered while this one computes; the root, which holds embedding and head, stays.
-    whole = on * (2 * block + root) * p.gather_bytes
-    return whole, on * block * p.reduce_bytes
+    whole = np.broadcast_to((2 * block + root)[:, None], s.blocks.shape)
+    # Ours gathers embedding and head as any other unit, into one of two places.
+    ours = p.kind == Kind.SIRARA
+    ends = (
+        s.first * z.embedding[:, None] + s.last * np.maximum(z.head, (p.tied > 0) * z.embedding)[:, None]
+    ) / p.tp[:, None]
+    whole = np.where(ours[:, None], block[:, None] + np.maximum(block[:, None], ends), whole)
+    return whole * (on * p.gather_bytes)[:, None], on * block * p.reduce_bytes * ~ours
 
 
 def activations(p: Points) -> dict[str, Floats]:
@@ -266,8 +281,44 @@ def made_again(p: Points, a: dict[str, Floats]) -> Floats:
     return np.maximum.reduce(each)
 
 
-def _mixture_extra(p: Points) -> Floats:
-    return np.zeros(len(p))
+def kept_each(p: Points, a: dict[str, Floats]) -> Floats:
+    """Bytes [n, 3 or 1] that a block of each stage keeps of one microbatch."""
+    kept = _kept(p, a)
+    if not p.again.any():
+        return kept[:, None]
+    return kept[:, None] - (p.again * let_go(p, a)[:, None, :]).sum(axis=2)
+
+
+def put_off(p: Points, s: Stages, a: dict[str, Floats], each: Floats) -> Floats:
+    """Bytes [n, 3] that weight gradients which are put off need beyond what blocks keep: inputs and output gradients.
+
+    Of ours: by zero-bubble schedules of several microbatches, by others of one where dx is sent early.
+    """
+    m, pp = p.microbatches[:, None], p.pp[:, None]
+    # Later ranks put more off: of those between the ends the last one most.
+    i = np.stack([s.index[:, 0], np.maximum(s.index[:, 1], p.pp - 2), s.index[:, 2]], axis=1)
+    zero_bubble = np.isin(p.schedule, (Schedule.ZB_H1, Schedule.ZB_V))[:, None]
+    cheap = [PIECES.index(piece) for piece in ("norm1", "norm2", "act")]
+    dear = (np.delete(p.again, cheap, axis=2) > 0).any(axis=(1, 2))
+    little = ((p.recompute & ~int(Recompute.NORM | Recompute.ACT)) > 0) | dear
+    early = (p.launch != Launch.FUSED) & (p.tp == 1) & (p.offload_activations == 0) & ~little
+    count = np.where(zero_bubble, np.clip(i + 1 - np.maximum(0, pp - m), 1, m), early[:, None] & (i > 0))
+    ours = (p.kind == Kind.SIRARA) & (p.pp > 1)
+    return ours[:, None] * count * s.blocks * np.maximum(0.0, owed_bytes(p, a)[:, None] - each)
+
+
+def owed_bytes(p: Points, a: dict[str, Floats]) -> Floats:
+    """Bytes [n] that weight gradients of one block and microbatch are made of: inputs and output gradients."""
+    products = p.tokens * (4 * p.heads + 4 * p.kv_heads) * p.head_dim / p.tp
+    return a["norms"] + products + a["wide"] + a["narrow"] + 2 * a["input"]
+
+
+def head_kept(p: Points) -> Floats:
+    """Bytes [n] that our head keeps of a microbatch from its forward to its backward: see `own.OwnBytes.head`."""
+    vocab, serial = p.vocab / p.tp, p.tokens / np.where(p.sequence_parallel > 0, p.tp, 1.0)
+    chunk = np.minimum(p.tokens, np.maximum(CHUNK_TOKENS, LOGITS_BYTES / (2 * vocab)))
+    late = np.where(p.pp > 1, chunk * (vocab + p.hidden), vocab * p.hidden)
+    return (p.kind == Kind.SIRARA) * 2 * (serial * p.hidden + p.tokens * p.hidden + late)
 
 
 def _embedding_kept(p: Points) -> Floats:

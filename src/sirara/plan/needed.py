@@ -20,7 +20,16 @@ from sirara.plan.cost import again_s
 from sirara.plan.hardware import Table
 from sirara.plan.held import Held
 from sirara.plan.kernels import rates
-from sirara.plan.memory import activations, in_flight, let_go, made_again, memory
+from sirara.plan.memory import (
+    ON_DEVICE,
+    activations,
+    in_flight,
+    kept_each,
+    let_go,
+    made_again,
+    memory,
+    put_off,
+)
 from sirara.plan.points import PIECES, Launch, Points, pieces_of, stages
 from sirara.pure.recompute import FULL, MODULES, NONE, Kinds, Recipe, Setting, recipe_of
 from sirara.pure.split import blocks_per_stage
@@ -50,7 +59,7 @@ def shares(p: Points, hardware: Table, constants: Constants, capacity_bytes: flo
     plain = p.with_(recompute=0, again=0)
     s, kept = stages(p), activations(p)
     gone = let_go(p, kept)
-    held_here = in_flight(p, s) * s.blocks * np.where(p.offload_activations > 0, 0.1, 1.0)[:, None]
+    held_here = in_flight(p, s) * s.blocks * np.where(p.offload_activations > 0, ON_DEVICE, 1.0)[:, None]
     over = (
         memory(plain, hardware, constants).by_stage
         - room_bytes(p, hardware, constants, capacity_bytes)[:, None]
@@ -59,7 +68,8 @@ def shares(p: Points, hardware: Table, constants: Constants, capacity_bytes: flo
     found = np.zeros((len(p), 3, len(PIECES)))
     for _ in range(2):
         # What is made again at a time has to have room too.
-        more = made_again(p.with_(again=found), kept)
+        again = p.with_(again=found)
+        more = made_again(again, kept) + put_off(again, s, kept, kept_each(again, kept))
         need = np.where(s.count > 0, np.maximum(0.0, over + more), 0.0) / np.maximum(held_here, 1e-9)
         found = _filled(need, order, bytes_of)
     return found
@@ -133,7 +143,7 @@ def recipe(
 def _sets(p: Points, hardware: Table, constants: Constants) -> list[_Set]:
     kept = activations(p)
     gone, seconds = let_go(p, kept)[0], again_s(p, hardware, constants)[0]
-    on_host = 0.1 if p.offload_activations[0] > 0 else 1.0
+    on_host = ON_DEVICE if p.offload_activations[0] > 0 else 1.0
     found = []
     for kinds in SETS:
         pieces = pieces_of(kinds)

@@ -14,12 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sirara.config.schema import RunConfig
+from sirara.plan.memory import CHUNK_TOKENS, LOGITS_BYTES
 from sirara.plan.points import PIECES
 from sirara.pure.recompute import all_kinds
 from sirara.pure.shape import ModelShape
 
-LOGITS_BYTES, CHUNK_TOKENS = 24 << 20, 256
-"""Of a chunk of logits: model/loss.py."""
 SPAN_ELEMENTS = 1 << 19
 """Of a temporary on the CPU: model/ops.py."""
 LONGEST_SUM = 384

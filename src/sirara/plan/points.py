@@ -124,6 +124,7 @@ _DEFAULTS: dict[str, float] = {
     "lora": 0,
     # what a parameter holds, bytes
     "weight_bytes": 2, "gather_bytes": 2, "grad_bytes": 4, "optim_bytes": 12, "reduce_bytes": 4, "state_shard": 0,
+    "turn_bytes": 0,
     "dummy_bytes": 0,
     # numerics: exact
     "exact": 0, "block": 0,
@@ -152,6 +153,7 @@ class Points:
     tp_overlap .. pp_overlap: whether that traffic runs beside computation.  scatter_gather: a boundary tensor crosses
     the network once, split over tp.  dedup: a token goes once to each node, whatever number of its experts is there.
     weight_bytes, grad_bytes, optim_bytes: per parameter held.  gather_bytes, reduce_bytes: on the wire.
+    turn_bytes: per parameter of one block and of either end, of buffers for gradients that units use in turn.
     state_shard: 1 where optimizer state is cut over dp*cp whatever `zero` says.  dummy_bytes: per parameter of one
     block, kept as stand-ins for gradients that were added in place.
     block: k of the reduction tree.  lora: weights are frozen, adapters are small.
@@ -217,6 +219,7 @@ class Points:
     optim_bytes: Floats
     reduce_bytes: Floats
     state_shard: Floats
+    turn_bytes: Floats
     dummy_bytes: Floats
     exact: Floats
     block: Floats

@@ -7,7 +7,7 @@ plan/table.py: every layout's memory and time ─► ranked ─► the first who
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,8 @@ SLOWER = 1.25
 """How much slower than the fastest a layout may be that is wanted for its little memory."""
 TRIED = 60
 """Candidates whose memory is counted exactly, at most."""
+VALUE_TRIED = 8
+"""And of each value of a knob, beside those that were counted before."""
 TIMED = 100
 """Of the best by formulas, those that are timed by a profile's units."""
 
@@ -55,7 +57,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """The best step with one knob held at one value; `reason`: why there is none."""
+    """The best step with one knob held at one value, and the keys that make it; `reason`: why there is none."""
 
     knob: str
     value: str
@@ -63,6 +65,7 @@ class Sensitivity:
     device_bytes: float
     chosen: bool
     reason: str
+    overrides: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,22 +127,27 @@ def _search(config: RunConfig, shape: ModelShape, setting: Setting, space: Space
     seconds = time.perf_counter() - began
     if not np.isfinite(table.step).any():
         raise _nothing(table, setting)
+    counter = _Counter(config=config, shape=shape, setting=setting, table=table)
     if setting.profile is not None:
-        setting = replace(setting, formulas_off=_timed_by_units(config, shape, setting, table, objective))
-    best, at = _first(config, shape, setting, table, objective, now=False)
+        setting = replace(setting, formulas_off=_timed_by_units(counter, objective))
+        counter = _Counter(config=config, shape=shape, setting=setting, table=table)
+    best, now = (_first(counter, objective, now=now) for now in (False, True))
     if best is None:
         raise _nothing(table, setting)
-    now, now_at = _first(config, shape, setting, table, objective, now=True)
-    order = _ranked(table, objective)
+    values = _values(counter)
+    if objective != "memory":
+        # Whatever was counted on the way.
+        best, now = counter.fastest(now=False) or best, counter.fastest(now=True) or now
+    alternatives = _alternatives(counter, _ranked(table, objective), best)
     return Found(
-        best=best,
-        best_words=_words(table, at),
-        best_overrides=_overrides(table, at, shape),
-        best_now=now,
-        now_words=_words(table, now_at) if now else {},
-        now_overrides=_overrides(table, now_at, shape) if now else (),
-        alternatives=_alternatives(config, shape, setting, table, order, at),
-        sensitivity=tuple(_sensitivity(table, at)),
+        best=counter.plans[best],
+        best_words=_words(table, best),
+        best_overrides=_overrides(table, best, shape),
+        best_now=None if now is None else counter.plans[now],
+        now_words={} if now is None else _words(table, now),
+        now_overrides=() if now is None else _overrides(table, now, shape),
+        alternatives=alternatives,
+        sensitivity=tuple(_sensitivity(counter, value, best) for value in values),
         reasons=_reasons(table),
         layouts=table.reason.size,
         legal=int((table.reason == Reason.LEGAL).sum() + (table.reason == Reason.MEMORY).sum()),
@@ -151,7 +159,48 @@ def _search(config: RunConfig, shape: ModelShape, setting: Setting, space: Space
     )
 
 
-# ---- outcome
+# ---- counted by the executor's rules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Counter:
+    """Plans of layouts of a table, each made once.  What does not fit, or cannot be, is taken out of the table."""
+
+    config: RunConfig
+    shape: ModelShape
+    setting: Setting
+    table: Table
+    plans: dict[int, Plan] = field(default_factory=dict)
+    """Flat index -> what fits."""
+
+    def plan(self, at: int) -> Plan | None:
+        """The plan of a layout that fits, the recompute that it needs noted; else None."""
+        table = self.table
+        if at in self.plans or not np.isfinite(table.step.flat[at]):
+            return self.plans.get(at)
+        dp, needed = table.outers[at // len(table.inside)].dp, _needed(table, at)
+        closed = float(table.device.flat[at])
+        try:
+            keys = _overrides(table, at, self.shape)
+            found, words = counted(self.config, self.shape, self.setting, keys, dp=dp, needed=needed)
+        except SiraraError:
+            # A split or a share that the closed rules let pass.
+            found, words = None, ()
+        if found is not None:
+            table.device.flat[at] = found.device_bytes
+        if found is None or not found.chosen:
+            table.step.flat[at], table.reason.flat[at] = np.nan, Reason.MEMORY
+            table.off.flat[at] = 1.0 if found is None or needed else found.device_bytes / closed
+            return None
+        if needed:
+            table.recipes[at] = next(w for w in words if w.startswith("train.recompute="))
+        table.step.flat[at], self.plans[at] = found.step_s, found
+        return found
+
+    def fastest(self, *, now: bool) -> int | None:
+        """Of what was counted."""
+        able = [at for at, p in self.plans.items() if not now or (_runs(self.table, at) and not p.not_run)]
+        return min(able, key=lambda at: (self.plans[at].step_s, self.plans[at].device_bytes), default=None)
 
 
 def _ranked(table: Table, objective: str, *, now: bool = False) -> NDArray[np.int64]:
@@ -167,48 +216,54 @@ def _ranked(table: Table, objective: str, *, now: bool = False) -> NDArray[np.in
     return fit[np.lexsort((device[fit], rounded))]
 
 
-def _first(
-    config: RunConfig, shape: ModelShape, setting: Setting, table: Table, objective: str, *, now: bool,
-) -> tuple[Plan | None, int]:  # fmt: skip
-    """The best that fits when its memory is counted by the executor's rules too; the table learns what was counted."""
-    tried, off, best, best_at = 0, 1.0, None, -1
-    for at in map(int, _ranked(table, objective, now=now)):
-        if now and not _runs(table, at):
+def _first(counter: _Counter, objective: str, *, now: bool) -> int | None:
+    """The best that fits when its memory is counted by the executor's rules too."""
+    order = _ranked(counter.table, objective, now=now)
+    return _best_of(counter, order, TRIED, now=now, first=objective == "memory")
+
+
+def _best_of(
+    counter: _Counter, order: NDArray[np.int64], tries: int, *, now: bool = False, first: bool = False
+) -> int | None:
+    """The fastest of an order that fits, or the `first`; of so many tries at most.
+
+    A counted step is not shorter than by closed forms, so what is behind the best by those is not looked at.
+    """
+    table, tried, off, best = counter.table, 0, 1.0, None
+    for at in map(int, order):
+        if not np.isfinite(table.step.flat[at]) or (now and not _runs(table, at)):
             continue
-        if best is not None and table.step.flat[at] >= best.step_s:
+        if best is not None and table.step.flat[at] >= counter.plans[best].step_s:
             break
         # Where the closed form was too low once, layouts as near to the limit are not tried; recompute as needed comes
         # as near as it may.
-        needed = _needed(table, at)
-        near = not needed and float(table.device.flat[at]) * off > float(table.limit.flat[at])
-        tried += not near
-        if tried > TRIED:
-            break
-        found = None if near else _counted(config, shape, setting, table, at)
-        if found is None or not found.chosen:
-            _too_large(table, at)
-        if found is not None and not found.chosen and not needed:
-            off = max(off, found.device_bytes / float(table.device.flat[at]))
-        if found is None or not found.chosen or (now and found.not_run):
+        known = at in counter.plans
+        near = not _needed(table, at) and float(table.device.flat[at]) * off > float(table.limit.flat[at])
+        if near and not known:
             continue
-        if best is None or found.step_s < best.step_s:
-            best, best_at = found, at
-        if not needed or objective == "memory":
+        tried += not known
+        if tried > tries:
             break
-    return best, best_at
+        found = counter.plan(at)
+        off = max(off, float(table.off.flat[at]))
+        if found is None or (now and found.not_run):
+            continue
+        if best is None or found.step_s < counter.plans[best].step_s:
+            best = at
+        if first:
+            break
+    return best
 
 
-def _timed_by_units(
-    config: RunConfig, shape: ModelShape, setting: Setting, table: Table, objective: str
-) -> float:
+def _timed_by_units(counter: _Counter, objective: str) -> float:
     """Replaces formulas by measured times where the profile has them; all others are as far off as those were.
 
     Returns:  how far.
     """
-    measured, ratios = dict[int, float](), list[float]()
+    table, measured, ratios = counter.table, dict[int, float](), list[float]()
     for at in map(int, _ranked(table, objective)[:TIMED]):
         formula_s = float(table.step.flat[at])
-        found = _counted(config, shape, setting, table, at)
+        found = counter.plan(at)
         if found is not None and found.how == UNITS:
             measured[at] = found.step_s
             ratios.append(found.step_s / formula_s)
@@ -221,23 +276,7 @@ def _timed_by_units(
     return off
 
 
-def _too_large(table: Table, at: int) -> None:
-    table.step.flat[at] = np.nan
-    table.reason.flat[at] = Reason.MEMORY
-
-
-def _counted(config: RunConfig, shape: ModelShape, setting: Setting, table: Table, at: int) -> Plan | None:
-    """The plan of a layout of the table, the recompute that it needs noted; None where the executor refuses it."""
-    dp, needed = table.outers[at // len(table.inside)].dp, _needed(table, at)
-    try:
-        found, words = counted(config, shape, setting, _overrides(table, at, shape), dp=dp, needed=needed)
-    except SiraraError:
-        # A split or a share that the closed rules let pass.
-        return None
-    if needed and found.chosen:
-        table.recipes[at] = next(w for w in words if w.startswith("train.recompute="))
-        table.step.flat[at], table.device.flat[at] = found.step_s, found.device_bytes
-    return found
+# ---- outcome
 
 
 def _needed(table: Table, at: int) -> bool:
@@ -275,28 +314,29 @@ def _overrides(table: Table, at: int, shape: ModelShape) -> tuple[str, ...]:
     return tuple(found if found and w.startswith("train.recompute=") else w for w in words)
 
 
-def _alternatives(
-    config: RunConfig, shape: ModelShape, setting: Setting, table: Table, order: NDArray[np.int64], best: int
-) -> tuple[Candidate, ...]:
-    """The next best, each of other degrees, ZeRO stage or schedule than those before it."""
+def _alternatives(counter: _Counter, order: NDArray[np.int64], best: int) -> tuple[Candidate, ...]:
+    """The next best that fit, each of other degrees, ZeRO stage or schedule than those before it."""
+    table, left = counter.table, TRIED
     seen, found = {_family(table, best), _twins(table, best)}, list[Candidate]()
-    for at in order[:20_000]:
-        both = _family(table, int(at)), _twins(table, int(at))
+    for at in map(int, order[:20_000]):
+        both = _family(table, at), _twins(table, at)
         if not seen.isdisjoint(both):
             continue
-        if _needed(table, int(at)) and int(at) not in table.recipes:
-            there = _counted(config, shape, setting, table, int(at))
-            if there is None or not there.chosen:
-                continue
+        left -= at not in counter.plans
+        if left < 0:
+            break
+        there = counter.plan(at)
+        if there is None:
+            continue
         seen.update(both)
         found.append(
             Candidate(
-                words=_words(table, int(at)),
-                overrides=_overrides(table, int(at), shape),
-                step_s=float(table.step.flat[at]),
-                device_bytes=float(table.device.flat[at]),
-                runs=_runs(table, int(at)),
-                measured=int(at) in table.timed,
+                words=_words(table, at),
+                overrides=_overrides(table, at, counter.shape),
+                step_s=there.step_s,
+                device_bytes=there.device_bytes,
+                runs=_runs(table, at),
+                measured=at in table.timed,
             )
         )
         if len(found) == ALTERNATIVES:
@@ -317,39 +357,62 @@ def _family(table: Table, at: int) -> tuple[Any, ...]:
     return o, int(table.inside.at["zero"][i]), int(table.inside.at["schedule"][i])
 
 
-def _sensitivity(table: Table, best: int) -> list[Sensitivity]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Value:
+    """A value of a knob; at: the best that it allows, or None; reason: why it allows nothing."""
+
+    knob: str
+    value: str
+    part: NDArray[np.bool_]
+    at: int | None
+    reason: str
+
+
+def _values(counter: _Counter) -> list[_Value]:
     """Every value of every knob: the best that it allows, or why it allows nothing."""
-    o, i = divmod(best, len(table.inside))
-    rows: list[Sensitivity] = []
+    table = counter.table
+    order, parts = _ranked(table, "time"), list[tuple[str, str, NDArray[np.bool_]]]()
     for knob in ("pp", "tp", "cp", "ep"):
         for value in sorted({getattr(x, knob) for x in table.outers}):
-            which = np.array([getattr(x, knob) == value for x in table.outers])
-            chosen = getattr(table.outers[o], knob) == value
-            rows.append(_value(knob, str(value), table, (which, slice(None)), chosen))
+            rows = np.array([getattr(x, knob) == value for x in table.outers])
+            parts.append((knob, str(value), np.broadcast_to(rows[:, None], table.step.shape).ravel()))
     for knob, n, value in knob_values(table.space):
-        which = table.inside.at[knob] == n
-        rows.append(_value(knob, value, table, (slice(None), which), bool(which[i])))
-    return rows
+        columns = table.inside.at[knob] == n
+        parts.append((knob, value, np.broadcast_to(columns, table.step.shape).ravel()))
+    found = list[_Value]()
+    for knob, value, part in parts:
+        at = _best_of(counter, order[part[order]], VALUE_TRIED)
+        reason = "" if at is not None else _why_nothing(table, part)
+        found.append(_Value(knob=knob, value=value, part=part, at=at, reason=reason))
+    return found
 
 
-def _value(knob: str, value: str, table: Table, part: Any, chosen: bool) -> Sensitivity:
-    step, device, reason = table.step[part], table.device[part], table.reason[part]
-    if np.isfinite(step).any():
-        at = np.nanargmin(step)
-        return Sensitivity(
-            knob=knob, value=value, step_s=float(step.flat[at]), device_bytes=float(device.flat[at]), chosen=chosen,
-            reason="",
-        )  # fmt: skip
-    counts = Counter(reason.ravel().tolist())
-    if counts.get(Reason.MEMORY):
-        least = float(np.min(device))
-        why = f"none of {counts[Reason.MEMORY]:,} legal layouts fits: the least needs {least / GIB:.1f} GiB"
-    else:
-        why = WHY[Reason(counts.most_common(1)[0][0])]
-        least = float("nan")
+def _sensitivity(counter: _Counter, v: _Value, best: int) -> Sensitivity:
+    # What other values tried may be better here too.
+    able = [at for at in counter.plans if v.part[at]]
+    at = min(able, key=lambda at: counter.plans[at].step_s, default=None)
+    found = None if at is None else counter.plans[at]
     return Sensitivity(
-        knob=knob, value=value, step_s=float("nan"), device_bytes=least, chosen=chosen, reason=why
+        knob=v.knob,
+        value=v.value,
+        step_s=float("nan") if found is None else found.step_s,
+        device_bytes=float(np.min(counter.table.device.ravel()[v.part]))
+        if found is None
+        else found.device_bytes,
+        chosen=bool(v.part[best]),
+        reason="" if found is not None else v.reason,
+        overrides=() if at is None else _overrides(counter.table, at, counter.shape),
     )
+
+
+def _why_nothing(table: Table, part: NDArray[np.bool_]) -> str:
+    counts = Counter(table.reason.ravel()[part].tolist())
+    if np.isfinite(table.step.ravel()[part]).any():
+        return f"the {VALUE_TRIED} fastest by closed forms do not fit"
+    if counts.get(Reason.MEMORY):
+        least = float(np.min(table.device.ravel()[part]))
+        return f"none of {counts[Reason.MEMORY]:,} legal layouts fits: the least needs {least / GIB:.1f} GiB"
+    return WHY[Reason(counts.most_common(1)[0][0])]
 
 
 def _reasons(table: Table) -> dict[str, int]:

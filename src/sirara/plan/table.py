@@ -42,6 +42,8 @@ class Table:
     device: NDArray[np.float32]
     limit: NDArray[np.float32]
     """Device bytes up to which it is chosen."""
+    off: NDArray[np.float32]
+    """Device bytes as counted over those by closed forms, of what was counted and does not fit."""
     step: NDArray[np.float32]
     one: NDArray[np.bool_]
     """Fits with blocks of one microbatch alone."""
@@ -62,6 +64,7 @@ def evaluated(config: RunConfig, shape: ModelShape, setting: Setting, space: Spa
         reason=np.zeros(size, dtype=np.int8),
         device=np.full(size, np.inf, dtype=np.float32),
         limit=np.full(size, setting.capacity_bytes, dtype=np.float32),
+        off=np.ones(size, dtype=np.float32),
         step=np.full(size, np.nan, dtype=np.float32),
         one=np.zeros(size, dtype=bool),
         recipes={},

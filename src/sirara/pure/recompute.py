@@ -62,6 +62,11 @@ def all_kinds(setting: Setting) -> frozenset[Kinds]:
     return frozenset(k for recipe in recipes for k, count in parse(recipe) if k and count != 0)
 
 
+def keeps_little(setting: Setting) -> bool:
+    """Whether some block makes more again than what is cheap, so that it keeps less than its weight gradients need."""
+    return any(kinds - {"norm", "act"} for kinds in all_kinds(setting))
+
+
 def most_blocks(recipe: Recipe) -> int:
     """Blocks that a recipe counts out; a recipe for fewer blocks than a stage has is complete all the same."""
     return sum(count or 0 for _, count in parse(recipe))

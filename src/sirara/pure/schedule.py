@@ -153,6 +153,15 @@ def schedule(name: str, *, ranks: int, chunks: int, microbatches: int) -> Schedu
     return Schedule(name=name, ranks=ranks, chunks=chunks, microbatches=microbatches, rows=rows)
 
 
+def sends_early(*, tp: int, compiled: bool, keeps_little: bool) -> bool:
+    """Whether the ranks of a layout play `sending_early` of its table: where that costs nothing.
+
+    A compiled block has one backward.  The sum of dx over tp is hidden behind weight gradients.  A block of which much
+    is run again would keep what its weight gradients need until all blocks of the stage have run.
+    """
+    return not (compiled or tp > 1 or keeps_little)
+
+
 def sending_early(table: Schedule) -> Schedule:
     """The table with every backward whose dx leaves its rank in two halves: dx, the send, then weight gradients.
 

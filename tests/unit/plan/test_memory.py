@@ -50,9 +50,10 @@ def test_microbatches_in_flight_are_those_of_the_schedules():
     kinds = [Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.ZB_H1, Schedule.ZB_H2, Schedule.INTERLEAVED]
     m = held(
         layers=8, hidden=1024, ffn=4096, heads=16, seq=1024, vocab=1000, pp=4, vpp=[1, 1, 1, 1, 2],
-        global_batch=32, schedule=[int(k) for k in kinds],
+        global_batch=32, schedule=[int(k) for k in kinds], kind=int(Kind.MEGATRON),
     )  # fmt: skip
-    one = held(layers=8, hidden=1024, ffn=4096, heads=16, seq=1024, vocab=1000, pp=1, global_batch=1)
+    sizes = {"layers": 8, "hidden": 1024, "ffn": 4096, "heads": 16, "seq": 1024, "vocab": 1000}
+    one = held(**sizes, pp=1, global_batch=1, kind=int(Kind.MEGATRON))
     per_stage = one.activations[0] / 4
     # Of the interleaved: (v - 1) p + 2 (p - 1) + 1 chunks of half a stage.
     np.testing.assert_allclose(m.activations / per_stage, [4, 32, 4, 7, 5.5], rtol=1e-12)
