@@ -216,8 +216,8 @@ def neighbours(found: Plan) -> list[str]:
         words.append("mesh.zero=3 train.recompute=full")
     if not found.setting.counts:
         words += [f"gpus={found.gpus * n}" for n in (2, 4)]
-    if c.offload.optimizer == "none":
-        words.append("offload.optimizer=host")
+    away = [f"offload.{what}=host" for what in ("optimizer", "params") if getattr(c.offload, what) == "none"]
+    words += [*away[:1], *([" ".join(away)] if len(away) > 1 else [])]
     if c.numerics == "exact":
         words.append("numerics=fast")
     return words

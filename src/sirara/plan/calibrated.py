@@ -119,6 +119,10 @@ def _accelerator(
         up_bytes_per_s=link,
         up_bus_bytes_per_s=link,
         domain=max(2, p.machine.devices) if device == "cpu" else base.domain,
+        disk_bytes_per_s=min(
+            bandwidth.get("disk read", base.disk_bytes_per_s),
+            bandwidth.get("disk write", base.disk_bytes_per_s),
+        ),
         host_bytes_per_s=bandwidth.get("host link", moved if device == "cpu" else base.host_bytes_per_s),
         sources=f"measured by `sirara plan calibrate` on {p.machine.date}; all else as {base.name}",
     )

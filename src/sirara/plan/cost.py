@@ -360,5 +360,5 @@ def _updated(p: Points, r: Rates, s: Stages, z: Sizes) -> tuple[Floats, Floats]:
     on_host = p.offload_optimizer > 0
     device = (30 * held * ~on_host + 8 * whole) * trained / r.hbm + c.UPDATE_S
     share = np.minimum(p.per_node, p.gpus)
-    host = np.where(on_host, held * share / c.CPU_ADAM_PER_S + 4 * held / 12e9, 0.0) * trained
+    host = np.where(on_host, held * share / c.CPU_ADAM_PER_S + 4 * held / r.host, 0.0) * trained
     return device, host

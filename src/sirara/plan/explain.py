@@ -147,11 +147,13 @@ def _phases(plan: Plan) -> Iterator[str]:
     yield f"{'phase, GiB':<18}{'allocated':>10}{'reserved':>10}{'device':>10}"
     for name, size in plan.held.busiest.phases().items():
         yield f"  {name:<16}{size / GIB:>10.2f}{size * over / GIB:>10.2f}{(size * over + context) / GIB:>10.2f}"
-    host = {"offloaded state": float(plan.memory.host[0]) * min(plan.gpus, plan.setting.cluster.per_node)}
-    host = {name: size for name, size in {**plan.saves.host, **host}.items() if size}
+    host = {**plan.saves.host, "offloaded": plan.offloaded_bytes}
+    host = {name: size for name, size in host.items() if size}
     if host:
         listed = " + ".join(f"{name} {size / GIB:.1f}" for name, size in host.items())
         yield f"  host memory of a node: {sum(host.values()) / GIB:.1f} GiB ({listed})"
+    if plan.on_disk_bytes:
+        yield f"  disks of a node: {plan.on_disk_bytes / GIB:.1f} GiB offloaded"
 
 
 def _time(plan: Plan) -> Iterator[str]:

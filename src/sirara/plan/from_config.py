@@ -145,6 +145,8 @@ def model_columns(config: RunConfig, shape: ModelShape) -> Columns:
         "gated": traits.mlp == "swiglu",
         "tied": bool(shape.tie_embeddings),
         "learned": traits.positions == "learned",
+        "rotary": traits.positions == "rope",
+        "qk_norm": traits.qk_norm,
         "layer_norm": traits.norm == "layer",
         "bias": shape.ffn_bias,
         "dropout": model.dropout > 0,

@@ -21,7 +21,7 @@ DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 Floats = NDArray[np.float64]
 _FIELDS = {
     "names", "like", "peak", "achievable", "achievable8", "grouped", "hbm", "hbm_per_s", "up", "up_bus", "domain",
-    "out", "host", "units", "attention", "sources", "hbm_achievable", "overhead",
+    "out", "host", "disk", "units", "attention", "sources", "hbm_achievable", "overhead",
 }  # fmt: skip
 
 
@@ -55,6 +55,8 @@ class Accelerator:
     domain: int
     out_bytes_per_s: float
     host_bytes_per_s: float
+    disk_bytes_per_s: float
+    """Of all disks of a node together."""
     units: int
     """Streaming multiprocessors, or what a tile of a matmul is given to."""
     overhead_bytes: float
@@ -118,6 +120,7 @@ class Table:
     domain: Floats
     out_bytes_per_s: Floats
     host_bytes_per_s: Floats
+    disk_bytes_per_s: Floats
     units: Floats
     overhead_bytes: Floats
 
@@ -142,6 +145,7 @@ def table(accelerators: Sequence[Accelerator]) -> Table:
         domain=column("domain"),
         out_bytes_per_s=column("out_bytes_per_s"),
         host_bytes_per_s=column("host_bytes_per_s"),
+        disk_bytes_per_s=column("disk_bytes_per_s"),
         units=column("units"),
         overhead_bytes=column("overhead_bytes"),
     )
@@ -288,12 +292,15 @@ def _row_of(a: Accelerator) -> dict[str, Any]:
         "domain": a.domain,
         "out": a.out_bytes_per_s / 1e9,
         "host": a.host_bytes_per_s / 1e9,
+        "disk": a.disk_bytes_per_s / 1e9,
         "units": a.units,
         "overhead": a.overhead_bytes / 1e9,
         "sources": a.sources,
     }
 
 
+DISK = 28.0
+"""GB/s of a node's disks, where a row says nothing: the NVMe disks of a DGX-2, ZeRO-Infinity (arXiv:2104.07857)."""
 _SHARES = {"achievable", "achievable8", "grouped", "attention", "hbm_achievable"}
 MOST_SHARE = 2.0
 """Shares that were measured pass 1 a little, percentages by far."""
@@ -355,6 +362,7 @@ def _accelerator(name: str, row: Mapping[str, Any], where: str, *, kin: str, on_
         domain=int(row["domain"]),
         out_bytes_per_s=float(row["out"]) * 1e9,
         host_bytes_per_s=float(row["host"]) * 1e9,
+        disk_bytes_per_s=float(row.get("disk", DISK)) * 1e9,
         units=int(row["units"]),
         overhead_bytes=float(row.get("overhead", 1.0)) * 1e9,
         sources=str(row.get("sources", "")),

@@ -264,11 +264,13 @@ def _stage(
     held_groups = [g for g in groups if any(here(use.unit) for use in g.uses)]
     weights = masters = optimizer = 0
     offloaded = config.offload.optimizer != "none"
+    # Weights on the host come unit by unit, as gathered ones do.
+    gathers = m.zero >= 3 or config.offload.params != "none"
     sums = _sum_bytes(config)
     for g in held_groups:
         shard = g.shard_numel(dealt.dp)
         own = _bytes_of(config, g)
-        weights += own * shard * (1 if m.zero >= 3 else dealt.dp)
+        weights += (config.offload.params == "none") * own * shard * (1 if m.zero >= 3 else dealt.dp)
         updated = shard * (dealt.dp if m.zero == 0 else 1)
         if g.trainable and here(g.uses[0].unit) and not offloaded:
             masters += sums * updated * (own < sums)
@@ -291,7 +293,7 @@ def _stage(
         masters=masters,
         optimizer=optimizer,
         gradients=gradients,
-        window=_window(config, mine, held_groups, dealt, last) if m.zero >= 3 else 0,
+        window=_window(config, mine, held_groups, dealt, last) if gathers else 0,
         activations=alive * (kept + here(0) * block.embedding) + beside + owed * late,
         loss=block.loss if here(last) else 0.0,
         transient=max(block.working, here(0) * (block.rows - kept)),

@@ -41,6 +41,7 @@ class Rates:
     units: Floats
     up: Floats
     out: Floats
+    host: Floats
     domain: Floats
 
 
@@ -81,6 +82,7 @@ def rates(p: Points, hw: Table, k: Constants) -> Rates:
         units=hw.units[at],
         up=hw.up_bus_bytes_per_s[at],
         out=out,
+        host=hw.host_bytes_per_s[at],
         domain=np.maximum(hw.domain[at], p.per_node),
     )
 

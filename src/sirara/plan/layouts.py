@@ -27,8 +27,20 @@ from sirara.pure.shape import ModelShape
 Bools = NDArray[np.bool_]
 SHARES = 8
 """Of a stage's blocks that are computed again, where blocks are compiled: this many steps."""
+NOTHING = ("none", "none", "none")
+OFFLOADED = ("optimizer", "params", "activations")
 NEEDED = 1 << 16
 """A code beside those of `Recompute`: as little as makes each stage fit, module by module (needed.py)."""
+
+
+_OFFLOADS = (
+    ("host", "none", "none"),
+    ("none", "none", "host"),
+    ("host", "host", "none"),
+    ("host", "host", "host"),
+    ("disk", "disk", "host"),
+)
+"""What a search tries to put elsewhere."""
 
 
 class Reason(IntEnum):
@@ -83,7 +95,7 @@ WHY = {
 class Space:
     """What is tried for every knob.  schedules: (name, virtual stages).  recompute: (code, share of the blocks).
 
-    offload: (optimizer, activations).  recipe: the only recompute that is tried, where it is no code.
+    offload: (optimizer, params, activations).  recipe: the only recompute that is tried, where it is no code.
     """
 
     gpus: int
@@ -96,7 +108,7 @@ class Space:
     micro_batch: tuple[int, ...] = (1,)
     recompute: tuple[tuple[int, float], ...] = ((0, 1.0),)
     sequence_parallel: tuple[int, ...] = (0, 1)
-    offload: tuple[tuple[str, str], ...] = (("none", "none"),)
+    offload: tuple[tuple[str, str, str], ...] = (NOTHING,)
     precision: tuple[str, ...] = ("bf16",)
     recipe: Setting | None = None
 
@@ -153,8 +165,8 @@ def whole_space(config: RunConfig, shape: ModelShape, accelerator: Accelerator, 
         ),
         # A CPU's memory is the host's.
         offload=(
-            ("none", "none"),
-            *((("host", "none"), ("none", "host")) if not accelerator.on_cpu else ()),
+            NOTHING,
+            *(_OFFLOADS if not accelerator.on_cpu else ()),
         ),
         precision=tuple(precisions),
     )
@@ -177,7 +189,7 @@ def runnable_space(config: RunConfig, shape: ModelShape, accelerator: Accelerato
         micro_batch=(config.train.micro_batch,),
         recompute=(code or (0, 1.0),),
         recipe=None if code else asked,
-        offload=(("none", "none"),),
+        offload=(NOTHING,),
         precision=(config.train.precision,),
     )
 
@@ -218,8 +230,10 @@ def inner(space: Space) -> Inner:
             "vpp": column("schedule", [v for _, v in space.schedules]),
             "recompute": column("recompute", [code for code, _ in space.recompute]),
             "recompute_share": column("recompute", [share for _, share in space.recompute]),
-            "offload_optimizer": column("offload", [OFFLOAD_CODES[o] for o, _ in space.offload]),
-            "offload_activations": column("offload", [OFFLOAD_CODES[a] for _, a in space.offload]),
+            **{
+                f"offload_{what}": column("offload", [OFFLOAD_CODES[places[n]] for places in space.offload])
+                for n, what in enumerate(OFFLOADED)
+            },
             "precision": column("precision", space.precision),
         },
     )
@@ -270,7 +284,7 @@ def overrides_of(
     at = {name: int(index[i]) for name, index in inside.at.items()}
     name, chunks = space.schedules[at["schedule"]]
     code, share = space.recompute[at["recompute"]]
-    optimizer, activations = space.offload[at["offload"]]
+    offload = zip(OFFLOADED, space.offload[at["offload"]], strict=True)
     words = [
         f"pp: {outer.pp}",
         f"dp: {outer.dp}",
@@ -290,8 +304,7 @@ def overrides_of(
         f"train.micro_batch={space.micro_batch[at['micro_batch']]}",
         f"train.recompute={spelt(space.recipe or _recompute(code, share, layers // (outer.pp * chunks)))}",
         f"train.precision={space.precision[at['precision']]}",
-        f"offload.optimizer={optimizer}",
-        f"offload.activations={activations}",
+        *(f"offload.{what}={place}" for what, place in offload),
     ]
 
 
@@ -313,8 +326,6 @@ def words_of(space: Space, outer: Outer, inside: Inner, i: int) -> dict[str, str
     """The same for people: knob -> value."""
     at = {name: int(index[i]) for name, index in inside.at.items()}
     name, chunks = space.schedules[at["schedule"]]
-    optimizer, activations = space.offload[at["offload"]]
-    away = [w for w, place in (("optimizer", optimizer), ("activations", activations)) if place != "none"]
     return {
         "pp": str(outer.pp),
         "dp": str(outer.dp),
@@ -328,9 +339,18 @@ def words_of(space: Space, outer: Outer, inside: Inner, i: int) -> dict[str, str
         if space.recipe is None
         else spelt(space.recipe),
         "sequence_parallel": "yes" if space.sequence_parallel[at["sequence_parallel"]] else "no",
-        "offload": " + ".join(away) or "none",
+        "offload": _away(space.offload[at["offload"]]),
         "precision": space.precision[at["precision"]],
     }
+
+
+def _away(places: Sequence[str]) -> str:
+    """What is offloaded, and where to if not to the host's memory."""
+    away = zip(OFFLOADED, places, strict=True)
+    return (
+        " + ".join(w + (f" ({place})" if place == "disk" else "") for w, place in away if place != "none")
+        or "none"
+    )
 
 
 def recompute_word(code: int, share: float) -> str:
@@ -354,8 +374,7 @@ def knob_values(space: Space) -> Iterator[tuple[str, int, str]]:
         yield "recompute", n, recompute_word(code, share)
     for n, value in enumerate(space.sequence_parallel):
         yield "sequence_parallel", n, "yes" if value else "no"
-    for n, (optimizer, activations) in enumerate(space.offload):
-        away = [w for w, place in (("optimizer", optimizer), ("activations", activations)) if place != "none"]
-        yield "offload", n, " + ".join(away) or "none"
+    for n, places in enumerate(space.offload):
+        yield "offload", n, _away(places)
     for n, value in enumerate(space.precision):
         yield "precision", n, value

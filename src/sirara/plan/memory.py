@@ -58,7 +58,8 @@ class Memory:
     stage: NDArray[np.int64]
     by_stage: Floats
     host: Floats
-    """Bytes that offloaded state takes per device on the host."""
+    """Bytes that what is offloaded takes per device in the host's memory, and on its disks."""
+    disk: Floats
 
     def fits(self, capacity_bytes: Floats) -> NDArray[np.bool_]:
         return self.device <= capacity_bytes
@@ -77,7 +78,8 @@ def memory(p: Points, hardware: Table, constants: Constants) -> Memory:
     each = kept_each(p, per_block)
     acts = alive * each * s.blocks + put_off(p, s, per_block, each)
     acts = acts + (s.first * alive * _embedding_kept(p)[:, None])
-    acts = np.where(p.offload_activations[:, None] > 0, acts * ON_DEVICE, acts)
+    away = np.where(p.offload_activations[:, None] > 0, acts * (1 - ON_DEVICE), 0.0)
+    acts = acts - away
     acts = acts + s.last * np.maximum(0.0, alive - 1) * head_kept(p)[:, None]
     loss = s.last * (_loss(p) + _head_gradient(p))[:, None]
     work = _working(p, per_block)[:, None] + grad_peak[:, None]
@@ -97,7 +99,13 @@ def memory(p: Points, hardware: Table, constants: Constants) -> Memory:
     reserved = allocated * (1 + constants.fragmentation * (p.launch == Launch.EAGER))
     old = p.kind == Kind.DEEPSPEED
     device = reserved + hardware.overhead_bytes[p.accelerator] + old * constants.flat_buffer_bytes
-    offloaded = np.where(p.offload_optimizer > 0, 1.0, 0.0) * pick(_optimizer_bytes(p, dense, expert))
+    offloaded = [
+        (p.offload_optimizer, pick(_optimizer_bytes(p, dense, expert))),
+        # Gradients are summed where the update reads them.
+        (np.minimum(p.offload_optimizer, 1), pick(_gradient_bytes(p, dense, expert))),
+        (p.offload_params, pick(_weight_bytes(p, dense, expert))),
+        (p.offload_activations, pick(away)),
+    ]
     return Memory(
         weights=pick(static["weights"]),
         gradients=pick(static["gradients"]),
@@ -113,7 +121,8 @@ def memory(p: Points, hardware: Table, constants: Constants) -> Memory:
         device=device,
         stage=at,
         by_stage=by_stage,
-        host=offloaded,
+        host=sum(((place == 1) * size for place, size in offloaded), np.zeros(len(p))),
+        disk=sum(((place == 2) * size for place, size in offloaded), np.zeros(len(p))),
     )
 
 
@@ -138,22 +147,35 @@ def _held(p: Points, s: Stages, z: Sizes) -> tuple[Floats, Floats]:
 def _optimizer_bytes(p: Points, dense: Floats, expert: Floats) -> Floats:
     cut = (p.zero >= 1) | (p.state_shard > 0)
     over, over_e = np.where(cut, p.shards, 1.0), np.where(cut, p.expert_shards, 1.0)
-    trained = np.where(p.lora > 0, 0.01, 1.0)
-    return (dense / over[:, None] + expert / over_e[:, None]) * (p.optim_bytes * trained)[:, None]
+    return (dense / over[:, None] + expert / over_e[:, None]) * (p.optim_bytes * _trained(p))[:, None]
+
+
+def _cut(p: Points, dense: Floats, expert: Floats, *, at: int) -> Floats:
+    """Parameters [n, 3] of a stage that a rank holds of what ZeRO cuts from stage `at` on."""
+    split = p.zero >= at
+    return (
+        dense / np.where(split, p.shards, 1.0)[:, None]
+        + expert / np.where(split, p.expert_shards, 1.0)[:, None]
+    )
+
+
+def _trained(p: Points) -> Floats:
+    return np.where(p.lora > 0, 0.01, 1.0)
+
+
+def _weight_bytes(p: Points, dense: Floats, expert: Floats) -> Floats:
+    return _cut(p, dense, expert, at=3) * p.weight_bytes[:, None]
+
+
+def _gradient_bytes(p: Points, dense: Floats, expert: Floats) -> Floats:
+    return _cut(p, dense, expert, at=2) * (p.grad_bytes * _trained(p))[:, None]
 
 
 def _static(p: Points, s: Stages, dense: Floats, expert: Floats) -> dict[str, Floats]:
-    def cut(at: int) -> Floats:
-        split = p.zero >= at
-        return (
-            dense / np.where(split, p.shards, 1.0)[:, None]
-            + expert / np.where(split, p.expert_shards, 1.0)[:, None]
-        )
-
-    trained = np.where(p.lora > 0, 0.01, 1.0)
     optimizer = _optimizer_bytes(p, dense, expert)
     # Where the optimizer is on the host, gradients go there as they are made.
-    gradients = cut(2) * (p.grad_bytes * trained * (p.offload_optimizer == 0))[:, None]
+    here = (p.offload_optimizer == 0)[:, None]
+    gradients = _gradient_bytes(p, dense, expert) * here
     # Blocks of 2^k leaves: max(1, k) whole fp32 buffers instead of one, and a binary counter of shards over all blocks.
     k = np.maximum(1.0, p.block)
     blocks = np.maximum(1.0, p.global_batch / p.micro_batch / 2**p.block)
@@ -168,9 +190,9 @@ def _static(p: Points, s: Stages, dense: Floats, expert: Floats) -> dict[str, Fl
     # Of a block's sums and those of either end some buffers, which all blocks use in turn.
     ends = s.first * z.embedding[:, None] + s.last * (np.maximum(z.head, (p.tied > 0) * z.embedding))[:, None]
     turn = some * block[:, None] + ends / p.tp[:, None]
-    gradients = gradients + (p.turn_bytes * trained * (p.offload_optimizer == 0))[:, None] * turn
+    gradients = gradients + (p.turn_bytes * _trained(p))[:, None] * here * turn
     return {
-        "weights": cut(3) * p.weight_bytes[:, None],
+        "weights": np.where(p.offload_params[:, None] > 0, 0.0, _weight_bytes(p, dense, expert)),
         "gradients": gradients,
         "optimizer": np.where(p.offload_optimizer[:, None] > 0, 0.0, optimizer),
         "tree": tree,
@@ -179,11 +201,11 @@ def _static(p: Points, s: Stages, dense: Floats, expert: Floats) -> dict[str, Fl
 
 
 def _gathered(p: Points, s: Stages, z: Sizes) -> tuple[Floats, Floats]:
-    """(gathered units [n, 3], gradients of a unit before they are cut [n]) of ZeRO-3."""
+    """(gathered units [n, 3], gradients of a unit before they are cut [n]) of ZeRO-3 or offloaded weights."""
     block = (z.attention + z.norms + np.where(z.moe > 0, z.shared + z.router, z.dense_mlp)) / p.tp
     block = block + z.experts / p.ep
     root = (z.embedding + z.head) / p.tp
-    on = p.zero >= 3
+    on = (p.zero >= 3) | (p.offload_params > 0)
     # The next block is gathered while this one computes; the root, which holds embedding and head, stays.
     whole = np.broadcast_to((2 * block + root)[:, None], s.blocks.shape)
     # Ours gathers embedding and head as any other unit, into one of two places.
@@ -192,7 +214,8 @@ def _gathered(p: Points, s: Stages, z: Sizes) -> tuple[Floats, Floats]:
         s.first * z.embedding[:, None] + s.last * np.maximum(z.head, (p.tied > 0) * z.embedding)[:, None]
     ) / p.tp[:, None]
     whole = np.where(ours[:, None], block[:, None] + np.maximum(block[:, None], ends), whole)
-    return whole * (on * p.gather_bytes)[:, None], on * block * p.reduce_bytes * ~ours
+    width = np.where(ours, p.weight_bytes, p.gather_bytes)
+    return whole * (on * width)[:, None], on * block * p.reduce_bytes * ~ours
 
 
 def activations(p: Points) -> dict[str, Floats]:
@@ -210,10 +233,9 @@ def activations(p: Points) -> dict[str, Floats]:
     f = np.where(moe, p.shared_ffn, p.ffn)
     routed = p.topk * moe
     ours = p.kind == Kind.SIRARA
-    # Without fused kernels rotated keys and queries, and the activated gate, are tensors of their own; ours are fused,
-    # but keys and values are repeated for each query head.
+    # Without fused kernels rotated keys and queries, and the activated gate, are tensors of their own.
     apart = (p.launch == Launch.EAGER) * p.gated * ~ours
-    qkv = np.where(ours, 6 * ag, qkv)
+    qkv = np.where(ours, _own_qkv(p), qkv)
     # What an 8-bit matmul keeps for its weight gradient is its 8-bit input.
     low = np.where((p.dtype >= DTYPES.index("fp8")) & (p.kind == Kind.MEGATRON), 0.5, 1.0)
     return {
@@ -229,6 +251,18 @@ def activations(p: Points) -> dict[str, Floats]:
         "router": t * moe * (4 * p.experts + 8 * p.topk) / p.tp,
         "input": serial * 2 * h,
     }
+
+
+def _own_qkv(p: Points) -> Floats:
+    """Bytes [n] per token that ours keeps of q, k and v over all ranks: `own.own_bytes` in closed form.
+
+    Keys and values that are repeated for their query heads are copies; where nothing else is, the product itself is.
+    """
+    a, kv = p.heads * p.head_dim, np.maximum(p.kv_heads, p.tp) * p.head_dim
+    repeated = a != kv
+    turned = (p.rotary > 0) | (p.qk_norm > 0)
+    product = (~(turned & repeated) | (p.qk_norm > 0)) * (a + 2 * kv)
+    return 2 * (product + np.where(repeated, (2 + turned) * a, turned * (a + kv)))
 
 
 def _kept(p: Points, a: dict[str, Floats]) -> Floats:
@@ -260,7 +294,7 @@ def let_go(p: Points, a: dict[str, Floats]) -> Floats:
     serial = p.tokens / np.where(p.sequence_parallel > 0, p.tp, 1.0)
     norm = serial * 2 * p.hidden
     # The product that q, k and v come from stays.
-    product = p.tokens * (2 * p.heads + 4 * p.kv_heads) * p.head_dim / p.tp
+    product = p.tokens * 2 * (p.heads + 2 * np.maximum(p.kv_heads, p.tp)) * p.head_dim / p.tp
     every = sum(v for k, v in a.items() if k != "input")
     found = {
         "norm1": norm,

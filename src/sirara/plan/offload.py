@@ -1,10 +1,15 @@
-"""Step times with activations on the host, and on unlike nodes.
+"""Step times with weights, optimizer state and activations on the host or its disks, and on unlike nodes.
 
-What a microbatch keeps crosses the host link twice:
+Weights of a unit come for its forward and for its backward, what a microbatch keeps goes and comes back; both run
+beside computation, over the host link and, where that is their place, over the disks that a node's devices share:
 
-    exposed = max(0, 2 m A / link - OVERLAP * computation)       A: what one microbatch keeps on the busiest stage
+    exposed = max(0, max(2 m (W + A) / link, 2 m (W + A on disk) / disk) - OVERLAP * computation)
+                                        W: weights that a rank holds.  A: what one microbatch keeps on the busiest stage
+    state on disk is read and written once a step, beside the host's update, which `cost.py` has:
 
-Source of the rule: ZeRO-Infinity, arXiv:2104.07857, section 4.2: efficiency is full where computation outlasts traffic.
+    exposed = max(0, 2 S / disk - update)                                                        S: optimizer state
+
+Source of the rules: ZeRO-Infinity, arXiv:2104.07857, section 4.2: full efficiency where computation outlasts traffic.
 """
 
 from dataclasses import fields, replace
@@ -19,22 +24,33 @@ from sirara.plan.points import Points
 
 OVERLAP = 0.9
 """Share of computation that copies can run beside: an assumption; none of it has been measured here."""
+HOST, DISK = 1, 2
+"""Places, as `Points` has them."""
 
 
 def timed(p: Points, hardware: Table, constants: Constants) -> Times:
-    """`cost.step_time`, the host link's traffic for activations included."""
+    """`cost.step_time`, the traffic of host links and disks included."""
     times = step_time(p, hardware, constants)
-    which = p.offload_activations > 0
+    which = (p.offload_activations > 0) | (p.offload_params > 0) | (p.offload_optimizer == DISK)
     if not which.any():
         return times
     away = p.take(which)
-    # One microbatch alive, nothing offloaded: what it keeps.
-    alone = away.with_(offload_activations=0, schedule=1, vpp=1, global_batch=away.micro_batch * away.dp)
-    kept = memory(alone, hardware, constants).activations
-    moved = 2 * away.microbatches * kept / hardware.host_bytes_per_s[away.accelerator]
+    # One microbatch alive, nothing offloaded: what it keeps, and what the rank holds.
+    alone = away.with_(
+        offload_activations=0, offload_params=0, offload_optimizer=0, schedule=1, vpp=1,
+        global_batch=away.micro_batch * away.dp,
+    )  # fmt: skip
+    held = memory(alone, hardware, constants)
+    at, each = away.accelerator, 2 * away.microbatches
+    disk = hardware.disk_bytes_per_s[at] / np.minimum(away.per_node, away.gpus)
+    moved = [(away.offload_params, each * held.weights), (away.offload_activations, each * held.activations)]
+    link_s = sum((place > 0) * size for place, size in moved) / hardware.host_bytes_per_s[at]
+    disk_s = sum((place == DISK) * size for place, size in moved) / disk
     work = (times.matmul + times.attention + times.memory_bound + times.recompute)[which]
+    state_s = (away.offload_optimizer == DISK) * 2 * held.optimizer / disk
     exposed = np.zeros(len(p))
-    exposed[which] = np.maximum(0.0, moved - OVERLAP * work)
+    exposed[which] = np.maximum(0.0, np.maximum(link_s, disk_s) - OVERLAP * work)
+    exposed[which] += np.maximum(0.0, state_s - times.offload[which])
     return replace(times, offload=times.offload + exposed, step_s=times.step_s + exposed)
 
 

@@ -66,7 +66,9 @@ def own_bytes(config: RunConfig, shape: ModelShape, *, tp: int, weight: int, on_
     wide = 8 if weight == 8 else 4
     sizes = _block(shape, tokens, serial, tp, weight, wide)
     whole = sum(sizes.values())
-    pieces = np.array([_gone(sizes, piece) for piece in PIECES])
+    # Attention is made again from the product of its matrices, which is kept then.
+    product = tokens * (shape.heads // tp + 2 * max(1, shape.kv_heads // tp)) * shape.head_dim * weight
+    pieces = np.array([_gone(sizes, piece, product) for piece in PIECES])
     spans = 2.0 * SPAN_ELEMENTS * wide
     hidden, vocab = shape.hidden, -(-shape.vocab // tp)
     most = max(CHUNK_TOKENS, LOGITS_BYTES // (vocab * weight))
@@ -142,9 +144,9 @@ def _block(
     }
 
 
-def _gone(sizes: dict[str, float], piece: str) -> float:
+def _gone(sizes: dict[str, float], piece: str, product: float) -> float:
     if piece == "attention":
-        return sizes["core"]
+        return sizes["core"] + sizes["product"] - product
     if piece == "block":
         return sum(sizes.values()) - sizes["input"]
     return sizes[piece]

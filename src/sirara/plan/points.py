@@ -112,7 +112,7 @@ class Loss(IntEnum):
 _DEFAULTS: dict[str, float] = {
     # the model
     "layers": 1, "hidden": 64, "ffn": 256, "heads": 1, "kv_heads": 0, "head_dim": 0, "vocab": 256, "seq": 128,
-    "gated": 0, "tied": 0, "learned": 0, "layer_norm": 0, "bias": 0, "dropout": 0,
+    "gated": 0, "tied": 0, "learned": 0, "rotary": 0, "qk_norm": 0, "layer_norm": 0, "bias": 0, "dropout": 0,
     "experts": 0, "topk": 0, "expert_ffn": 0, "shared_ffn": 0, "dense_layers": 0, "dense_ffn": 0,
     "q_rank": 0, "kv_rank": 0, "rope_dim": 0, "predict_ahead": 0, "node_limit": 0, "window": 0, "window_share": 0,
     # the layout
@@ -140,6 +140,7 @@ class Points:
     """Columns [n] of n configurations.  Codes are those of the enums above; flags are 0 or 1.
 
     ffn: width of the dense MLP.  kv_heads, head_dim: 0 means heads, hidden / heads.  learned: learned positions.
+    rotary: rotary positions.  qk_norm: norms of q and k.
     experts, topk, expert_ffn, shared_ffn: routed experts, experts per token, width of one, total width of the shared.
     dense_layers, dense_ffn: how many first layers of a mixture have a dense MLP, and its width.
     q_rank, kv_rank, rope_dim: ranks of latent attention and its rotary part; kv_rank 0: plain attention.
@@ -171,6 +172,8 @@ class Points:
     gated: Floats
     tied: Floats
     learned: Floats
+    rotary: Floats
+    qk_norm: Floats
     layer_norm: Floats
     bias: Floats
     dropout: Floats

@@ -26,7 +26,7 @@ from sirara.plan.layouts import (
     overrides_of,
     words_of,
 )
-from sirara.plan.table import Table, evaluated
+from sirara.plan.table import BEYOND, Table, evaluated
 from sirara.plan.verdict import GIB, UNITS, Plan, Setting
 from sirara.pure.shape import ModelShape
 
@@ -118,27 +118,23 @@ def search(
 
 
 def _search(config: RunConfig, shape: ModelShape, setting: Setting, space: Space, objective: str) -> Found:
-    began = time.perf_counter()
-    table = evaluated(config, shape, setting, space)
-    numerics = config.numerics
-    if numerics == "exact" and not np.isfinite(table.step).any():
-        config = config.model_copy(update={"numerics": "fast"})
-        table, numerics = evaluated(config, shape, setting, space), "fast"
-    seconds = time.perf_counter() - began
-    if not np.isfinite(table.step).any():
-        raise _nothing(table, setting)
-    counter = _Counter(config=config, shape=shape, setting=setting, table=table)
-    if setting.profile is not None:
-        setting = replace(setting, formulas_off=_timed_by_units(counter, objective))
-        counter = _Counter(config=config, shape=shape, setting=setting, table=table)
-    best, now = (_first(counter, objective, now=now) for now in (False, True))
+    counter, seconds = _evaluated(config, shape, setting, space, objective)
+    best = _first(counter, objective, now=False)
+    if best is None and config.numerics == "exact":
+        fast = config.model_copy(update={"numerics": "fast"})
+        counter, more = _evaluated(fast, shape, setting, space, objective)
+        seconds, best = seconds + more, _first(counter, objective, now=False)
+    table = counter.table
     if best is None:
         raise _nothing(table, setting)
+    now = _first(counter, objective, now=True)
     values = _values(counter)
     if objective != "memory":
         # Whatever was counted on the way.
-        best, now = counter.fastest(now=False) or best, counter.fastest(now=True) or now
+        best, now = counter.fastest(best), now if now is None else counter.fastest(now, now=True)
     alternatives = _alternatives(counter, _ranked(table, objective), best)
+    beyond = np.isfinite(table.step) & (table.device > table.limit)
+    table.step[beyond], table.reason[beyond] = np.nan, Reason.MEMORY
     return Found(
         best=counter.plans[best],
         best_words=_words(table, best),
@@ -154,9 +150,23 @@ def _search(config: RunConfig, shape: ModelShape, setting: Setting, space: Space
         fitting=int(np.isfinite(table.step).sum()),
         seconds=seconds,
         objective=objective,
-        numerics=numerics,
+        numerics=counter.config.numerics,
         tight=not setting.keep_free,
     )
+
+
+def _evaluated(
+    config: RunConfig, shape: ModelShape, setting: Setting, space: Space, objective: str
+) -> tuple["_Counter", float]:
+    """(what counts layouts of a table that was evaluated, seconds that it took)."""
+    began = time.perf_counter()
+    table = evaluated(config, shape, setting, space)
+    seconds = time.perf_counter() - began
+    counter = _Counter(config=config, shape=shape, setting=setting, table=table)
+    if setting.profile is not None:
+        off = _timed_by_units(counter, objective)
+        counter = replace(counter, setting=replace(setting, formulas_off=off), plans={})
+    return counter, seconds
 
 
 # ---- counted by the executor's rules
@@ -197,10 +207,10 @@ class _Counter:
         table.step.flat[at], self.plans[at] = found.step_s, found
         return found
 
-    def fastest(self, *, now: bool) -> int | None:
-        """Of what was counted."""
-        able = [at for at, p in self.plans.items() if not now or (_runs(self.table, at) and not p.not_run)]
-        return min(able, key=lambda at: (self.plans[at].step_s, self.plans[at].device_bytes), default=None)
+    def fastest(self, at: int, *, now: bool = False) -> int:
+        """Of what was counted; `at`: one of them."""
+        able = [n for n, p in self.plans.items() if not now or (_runs(self.table, n) and not p.not_run)]
+        return min((at, *able), key=lambda n: (self.plans[n].step_s, self.plans[n].device_bytes))
 
 
 def _ranked(table: Table, objective: str, *, now: bool = False) -> NDArray[np.int64]:
@@ -229,7 +239,7 @@ def _best_of(
 
     A counted step is not shorter than by closed forms, so what is behind the best by those is not looked at.
     """
-    table, tried, off, best = counter.table, 0, 1.0, None
+    table, tried, off, best = counter.table, 0, 1 / BEYOND, None
     for at in map(int, order):
         if not np.isfinite(table.step.flat[at]) or (now and not _runs(table, at)):
             continue

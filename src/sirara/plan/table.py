@@ -29,6 +29,8 @@ Floats = NDArray[np.float64]
 CHUNK = 16_384
 """Layouts that are evaluated at once: their columns stay in the cache."""
 THREADS = 2
+BEYOND = 1.06
+"""Closed forms may be so much too high: what needs no more than so many times what there is, is timed and counted."""
 
 
 @dataclass(slots=True)
@@ -131,7 +133,7 @@ def _evaluate(
             tight = tight | (small & (device <= capacity))
     table.one[r, e], table.limit[r, e] = tight, capacity
     table.device[r, e] = device
-    fits = device <= capacity
+    fits = device <= capacity * BEYOND
     for_nothing = needs & ~short
     fits = fits & ~for_nothing
     table.reason[r[for_nothing], e[for_nothing]] = Reason.NOTHING_NEEDED

@@ -103,8 +103,23 @@ class Plan:
         return self.reserved_bytes + float(self.memory.device[0] - self.memory.reserved[0])
 
     @property
+    def offloaded_bytes(self) -> float:
+        """What is offloaded to a node's memory."""
+        return float(self.memory.host[0]) * min(self.gpus, self.setting.cluster.per_node)
+
+    @property
+    def on_disk_bytes(self) -> float:
+        """What is offloaded to a node's disks."""
+        return float(self.memory.disk[0]) * min(self.gpus, self.setting.cluster.per_node)
+
+    @property
+    def over_budget(self) -> bool:
+        """Whether a node's memory has to hold more of it than `offload.host_budget` allows."""
+        return _over(self.config, self.setting, float(self.memory.host[0]))
+
+    @property
     def fits(self) -> bool:
-        return self.device_bytes <= self.setting.capacity_bytes
+        return self.device_bytes <= self.setting.capacity_bytes and not self.over_budget
 
     @property
     def room_bytes(self) -> float:
@@ -119,7 +134,7 @@ class Plan:
     @property
     def chosen(self) -> bool:
         """Whether a search may choose it."""
-        return self.device_bytes <= self.limit_bytes
+        return self.device_bytes <= self.limit_bytes and not self.over_budget
 
     @property
     def within_error(self) -> bool:
@@ -185,6 +200,7 @@ class Plan:
                 "device_bytes": self.device_bytes,
                 "capacity_bytes": self.setting.capacity_bytes,
                 "error": error_of(self.bars.memory),
+                "host_bytes_per_node": self.offloaded_bytes, "disk_bytes_per_node": self.on_disk_bytes,
                 "free_bytes": self.setting.capacity_bytes - self.device_bytes,
                 "margin": {
                     "share": self.margin, "bytes": self.setting.capacity_bytes - self.room_bytes,
@@ -328,10 +344,16 @@ def nearest(
                 keys=keys,
                 step_s=float(times.step_s[n]),
                 device_bytes=size,
-                fits=size <= setting.capacity_bytes,
+                fits=size <= setting.capacity_bytes and not _over(config, setting, float(used.host[n])),
                 runs=not what_does_not_run(config),
             )
     return [c for c in changes if c is not None]
+
+
+def _over(config: RunConfig, setting: Setting, host_bytes: float) -> bool:
+    """Whether that much per device is more of a node's memory than `offload.host_budget` allows."""
+    budget, devices = config.offload.host_budget, min(setting.cluster.gpus, setting.cluster.per_node)
+    return budget is not None and host_bytes * devices > budget
 
 
 def _impossible(keys: str, why: str) -> Change:
@@ -342,6 +364,8 @@ def _impossible(keys: str, why: str) -> Change:
 
 def refusal(plan: Plan, changes: Sequence[Change]) -> PlanError:
     """The error of a plan that does not fit, with the changes that do, cheapest first."""
+    if plan.over_budget:
+        return _too_much_on_the_host(plan)
     stage = plan.held.busiest
     mesh = plan.config.mesh
     fitting = sorted((c for c in changes if c.fits), key=lambda c: (not c.runs, c.step_s))
@@ -371,6 +395,23 @@ def refusal(plan: Plan, changes: Sequence[Change]) -> PlanError:
         f"block={plan.block}, micro_batch={plan.config.train.micro_batch}, numerics={plan.config.numerics}",
         why=f"{listed} GiB" + exact,
         try_=advice,
+    )
+
+
+def _too_much_on_the_host(plan: Plan) -> PlanError:
+    each, budget = float(plan.memory.host[0]), float(plan.config.offload.host_budget or 0)
+    devices = round(plan.offloaded_bytes / each)
+    return PlanError(
+        f"this layout does not fit: a node has to hold {plan.offloaded_bytes / GIB:.1f} GiB of what is offloaded, "
+        f"offload.host_budget is {budget / GIB:.1f} GiB",
+        code="SR214",
+        where="offload.host_budget",
+        why=f"{each / GIB:.1f} GiB for each of the {devices} devices of a node",
+        try_=[
+            "a larger offload.host_budget",
+            "offload.optimizer=disk",
+            "more nodes, with mesh.zero of 1 and more",
+        ],
     )
 
 

@@ -12,6 +12,7 @@ from sirara.plan.exact import configured
 from sirara.plan.from_config import SELECTIVE, block_depth, model_columns
 from sirara.plan.hardware import find
 from sirara.plan.layouts import (
+    NOTHING,
     Reason,
     Space,
     divisors,
@@ -94,7 +95,7 @@ def test_degrees_multiply_to_the_devices():
 def test_what_a_run_may_choose_leaves_alone_what_its_numbers_hang_on():
     space = runnable_space(config(micro_batch=2, recompute="full"), SHAPE, find("h100-sxm"), 8)
     assert space.micro_batch == (2,) and space.precision == ("bf16",) and space.recompute == ((FULL, 1.0),)
-    assert space.cp == (1,) and space.ep == (1,) and space.offload == (("none", "none"),)
+    assert space.cp == (1,) and space.ep == (1,) and space.offload == (NOTHING,)
 
 
 def test_eight_bit_products_are_tried_only_where_the_device_has_them():

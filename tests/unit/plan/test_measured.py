@@ -7,7 +7,7 @@ import pytest
 from sirara.config.schema import OffloadConfig, RunConfig
 from sirara.plan.exact import configured
 from sirara.plan.hardware import find
-from sirara.plan.layouts import SELECTIVE, Space, whole_space
+from sirara.plan.layouts import NOTHING, SELECTIVE, Space, whole_space
 from sirara.plan.profile import Move, Profile, Rate, signature_of, this_machine
 from sirara.plan.search import search
 from sirara.plan.setting import Setting, setting_here
@@ -133,8 +133,8 @@ def test_a_search_ranks_by_measured_times_where_there_are_some():
 
 def test_a_search_for_a_cpu_offloads_nothing_to_itself():
     accelerator = find("cpu")
-    assert whole_space(config(), SHAPE, accelerator, 2).offload == (("none", "none"),)
-    assert len(whole_space(config(), SHAPE, find("h100-sxm"), 2).offload) == 3
+    assert whole_space(config(), SHAPE, accelerator, 2).offload == (NOTHING,)
+    assert len(whole_space(config(), SHAPE, find("h100-sxm"), 2).offload) == 6
     there = config().model_copy(update={"offload": OffloadConfig(optimizer="host")})
     assert planned(there, measured()).how != UNITS
 

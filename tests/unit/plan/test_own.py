@@ -51,7 +51,7 @@ def saved_bytes(shape: ModelShape, recompute: str) -> int:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("recompute", ["none", "selective", "norm"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "norm", "attention", "mlp", "norm+attention+mlp"])
 def test_a_block_keeps_what_the_planner_says(name, recompute):
     shape = SHAPES[name]
     own = own_bytes(config(recompute=recompute), shape, tp=1, weight=4, on_cpu=True)

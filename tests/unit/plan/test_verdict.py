@@ -242,6 +242,64 @@ def test_what_does_not_run_yet_is_said():
     assert what_does_not_run(config()) == ""
 
 
+PAPER = {"context": {"on_paper": True}, "model": {"preset": "llama2-7b"}, "seq": 2048, "precision": "bf16"}
+
+
+def offloaded(dp=8, mesh=None, numerics="fast", **places):
+    c = config(mesh={"dp": dp, "zero": 3, **(mesh or {})}, offload=places, numerics=numerics, **PAPER)
+    return plan(c, PRESETS["llama2-7b"], setting(dp, "h100-sxm"), dp=dp)
+
+
+def test_offloaded_weights_leave_the_device_but_for_two_units():
+    here, there = offloaded(), offloaded(params="host")
+    assert here.held.busiest.weights > 0 == there.held.busiest.weights
+    assert here.held.busiest.window == there.held.busiest.window > 0
+    shard = 2 * parameter_count(PRESETS["llama2-7b"]) / 8
+    assert here.allocated_bytes - there.allocated_bytes == pytest.approx(shard, rel=1e-3)
+    assert there.offloaded_bytes == pytest.approx(8 * shard, rel=1e-3) and not there.on_disk_bytes
+    # One device alone has to have the two units too.
+    alone = offloaded(dp=1, mesh={"zero": 0}, params="host")
+    assert alone.held.busiest.weights == 0 < alone.held.busiest.window < 2 * 2 * 0.4e9
+
+
+def test_state_on_disk_takes_no_memory_of_the_host_and_the_time_of_the_disks():
+    host, disk = offloaded(optimizer="host"), offloaded(optimizer="disk")
+    assert host.allocated_bytes == disk.allocated_bytes
+    state = 12 * parameter_count(PRESETS["llama2-7b"])
+    assert disk.on_disk_bytes == pytest.approx(state, rel=1e-3) and not host.on_disk_bytes
+    assert host.offloaded_bytes - disk.offloaded_bytes == pytest.approx(state, rel=1e-3)
+    # 84 GB read and written at 28 GB/s.
+    assert float(disk.times.offload[0]) == pytest.approx(2 * state / 28e9, rel=0.01)
+    assert float(host.times.offload[0]) < float(disk.times.offload[0])
+
+
+def test_weights_that_cross_a_slow_link_are_waited_for():
+    host, disk = offloaded(params="host"), offloaded(params="disk")
+    assert float(host.times.offload[0]) < float(disk.times.offload[0])
+    # 8 microbatches of 2 sequences, one on each rank: 1.7 GB of a shard come twice, at an eighth of 28 GB/s.
+    shard = 2 * parameter_count(PRESETS["llama2-7b"]) / 8
+    t = disk.times
+    work = float((t.matmul + t.attention + t.memory_bound + t.recompute)[0])
+    assert float(t.offload[0]) == pytest.approx(2 * shard / (28e9 / 8) - 0.9 * work, rel=0.01)
+
+
+def test_what_a_node_may_hold_binds():
+    within = offloaded(optimizer="host", host_budget="200GiB")
+    over = offloaded(optimizer="host", host_budget="50GiB")
+    assert within.fits and within.chosen and not over.fits and not over.chosen
+    error = refusal(over, [])
+    assert error.code == "SR214" and error.where == "offload.host_budget" and "50.0 GiB" in error.what
+    changes = nearest(over, [("offload.optimizer=disk", offloaded(optimizer="disk").config, 8)])
+    assert [c.fits for c in changes] == [True]
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("what", ["optimizer", "params", "activations"])
+def test_what_is_offloaded_is_in_closed_forms_as_it_is_counted(what, numerics):
+    found = offloaded(numerics=numerics, **{what: "host"})
+    assert found.allocated_bytes == pytest.approx(float(found.memory.allocated[0]), rel=0.06)
+
+
 def test_saved_bytes_are_weights_masters_and_moments():
     n = parameter_count(SHAPE)
     assert state_bytes(config(), SHAPE) == n * (4 + 8)
