@@ -111,6 +111,18 @@ def test_what_if_is_answered_beside_the_plan(config: Path):
     assert not recipe["error"] and recipe["runs_now"] and recipe["device_bytes"] > 0
 
 
+def test_nodes_of_one_kind_are_not_unlike(config: Path):
+    parts = plan(config, "--gpu", "a100-80gb:4+a100-80gb:4", "--mesh.dp=auto", "--json").stdout
+    whole = plan(config, "--gpu", "a100-80gb", "--gpus", 8, "--mesh.dp=auto", "--json").stdout
+    assert json.loads(parts) == json.loads(whole)
+
+
+def test_a_small_model_is_told_in_units_that_show_it(config: Path):
+    small = "model={family: gpt2, layers: 2, hidden: 64, heads: 2, vocab: 256, max_seq: 64}"
+    text = plan(config, small, "data.seq_len=64", "--gpu", "a100-80gb").stdout
+    assert "memory, MiB per device" in text and "phase, MiB" in text and " parameters on " in text
+
+
 def test_a_change_is_answered_by_the_plan_of_the_same_command_with_it(config: Path):
     asked = [
         "mesh.dp=8",
@@ -236,6 +248,8 @@ def test_devices_that_leave_a_node_part_empty_are_planned_as_they_are(config: Pa
         (["--gpu", "a100-80gb:4+h100-sxm:4", "--gpus", 16], "is 8 devices, not 16"),
         (["--gpu", "h100-sxm:16"], "the mesh asks for 8"),
         (["--objective", "cost"], "--search"),
+        (["--what-if", "gpu"], "gpu is no KEY=VALUE"),
+        (["--what-if", "mesh.zero=2 mesh.tp="], "mesh.tp= is no KEY=VALUE"),
         (["--search", "--what-if", "mesh.zero=2"], "--what-if"),
         (["--trace", "--search"], "--search"),
         (["--rank", 0], "--trace"),

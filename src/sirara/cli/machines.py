@@ -42,20 +42,24 @@ def setting_of(loaded: Loaded, wanted: Wanted) -> tuple[Setting, list[str]]:
     profile, note = _profile(gpu, loaded) if gpu else _unasked(loaded)
     assumed = [note] if note else []
     kinds = [profile.accelerator if profile else load_accelerator(name) for name, _, _ in names]
-    accelerator, counts = kinds[0], tuple(int(n) for _, _, n in names if n.isdecimal() and int(n))
+    counts = tuple(int(n) for _, _, n in names if n.isdecimal() and int(n))
     if len(counts) != len(kinds) and (len(kinds) > 1 or names[0][1]):
         raise ConfigError(
             f"--gpu {gpu} does not say how many of each", code="SR216", where="--gpu",
             try_=["+".join(f"{k.name}:64" for k in kinds)],
         )  # fmt: skip
     if counts:
+        # Nodes of one kind are not unlike.
+        parts = list(zip(kinds, counts, strict=True))
+        kinds = [k for at, k in enumerate(kinds) if k not in kinds[:at]]
+        counts = tuple(sum(n for other, n in parts if other == k) for k in kinds)
         if gpus not in (None, sum(counts)):
             raise ConfigError(
                 f"--gpu {gpu} is {sum(counts)} devices, not {gpus}", code="SR216", where="--gpu, --gpus",
                 try_=["leave --gpus out"],
             )  # fmt: skip
         gpus = sum(counts)
-    m, config = loaded.config.mesh, loaded.config
+    accelerator, m, config = kinds[0], loaded.config.mesh, loaded.config
     if gpus is None and nodes is not None and not accelerator.on_cpu:
         gpus = cluster_of(accelerator, nodes=nodes).gpus
     if gpus is None:

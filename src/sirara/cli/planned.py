@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -135,6 +136,8 @@ def _searched(
         if objective != "cost"
         else [gpus >> n for n in range(6) if gpus >> n >= 1 and gpus % (1 << n) == 0]
     )
+    if (setting.counts or len(counts) > 1) and sys.stderr.isatty():
+        click.echo("searching: half a minute for a large model", err=True)
     found: list[Found] = []
     refused: PlanError | None = None
     for count in counts:
@@ -148,7 +151,7 @@ def _searched(
         raise refused or PlanError("no layout fits", code="SR215")
     # Device hours, failures included: money needs no price for this.
     best = min(found, key=lambda f: f.best.gpu_hours) if objective == "cost" else found[0]
-    ways = [way for _, way in searched(loaded.config, shape, setting)[:3]] if setting.counts else []
+    ways = [way for _, way in searched(loaded.config, shape, setting)] if setting.counts else []
     if as_json:
         unlike = [way.as_record() for way in ways]
         why = _why_no_ways(setting, None, ways)
@@ -226,6 +229,11 @@ def neighbours(found: Plan) -> list[str]:
 def _what_if(found: Plan, wanted: Wanted, path: str, words: Sequence[str], change: str) -> Change:
     """The plan of the same command with one change; what is wrong with the change is said in its place."""
     keys = _keys(change)
+    strange = [k for k in keys if not k.partition("=")[2]]
+    if strange:
+        raise ConfigError(
+            f"--what-if {change}: {strange[0]} is no KEY=VALUE", code="SR216", where="--what-if"
+        )
     machine = {key: value for key, _, value in (k.partition("=") for k in keys) if key in _MACHINE}
     rest = [k for k in keys if k.partition("=")[0] not in machine]
     try:

@@ -8,12 +8,13 @@ of checkpoints have a file of their own (check_tiers.py).
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import groupby
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from sirara.errors import ConfigError, LayoutError
 from sirara.pure.families import ModelShape, UnitSpec, unit_specs
-from sirara.pure.recompute import FULL, MODULES, all_kinds, most_blocks
+from sirara.pure.recompute import FULL, MODULES, all_kinds, kinds_of_blocks, most_blocks, recipe_of
 from sirara.pure.schedule import SPLIT_BACKWARD, chunks_of, rank_of
 from sirara.pure.split import blocks_per_stage, split_units, unit_costs
 
@@ -318,11 +319,14 @@ def _split(config: "RunConfig", shape: ModelShape) -> None:
     layers, again = blocks_per_stage(split), config.train.recompute
     if not isinstance(again, list):
         if most_blocks(again) > max(layers):
+            dealt = kinds_of_blocks(again, stage=0, blocks=max(layers))
+            runs = [(kinds, len(list(same))) for kinds, same in groupby(dealt)]
+            fewer = max(layers) if isinstance(again, int) else recipe_of(runs, max(layers))
             raise ConfigError(
                 f"train.recompute={again} is more blocks than any stage has",
                 where="train.recompute",
                 why=f"layers per stage are {layers}",
-                try_=["train.recompute=full", *([f"train.recompute={max(layers)}"] if max(layers) else [])],
+                try_=["train.recompute=full", *([f"train.recompute={fewer}"] if max(layers) else [])],
             )
         return
     for stage, (recipe, blocks) in enumerate(zip(again, layers, strict=True)):

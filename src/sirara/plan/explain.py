@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from sirara.plan.held import StageMemory
 from sirara.plan.residuals import Residual
-from sirara.plan.verdict import GIB, RATES, UNITS, Change, Plan
+from sirara.plan.verdict import GIB, MIB, RATES, UNITS, Change, Plan, in_words
 from sirara.pure.schedule import Kind
 from sirara.pure.simulate import Costs, Result, simulate
 
@@ -92,7 +92,7 @@ def _head(plan: Plan, assumed: Sequence[str]) -> Iterator[str]:
 def _size(plan: Plan) -> str:
     """Parameters in words."""
     n = plan.as_record()["model"]["parameters"]
-    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M"
+    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M" if n >= 1e6 else f"{n:,} parameters"
 
 
 def bar(terms: dict[str, float], capacity: float) -> str:
@@ -118,12 +118,18 @@ def _error(residual: Residual | None) -> str:
     return "" if residual is None else f" +- {residual.mean:.0%}"
 
 
+def _unit(plan: Plan) -> tuple[str, float]:
+    """(name, bytes) of the unit that a device's memory is told in."""
+    return ("GiB", GIB) if plan.allocated_bytes >= 0.1 * GIB else ("MiB", MIB)
+
+
 def _memory(plan: Plan) -> Iterator[str]:
     capacity = plan.setting.capacity_bytes
     error = _error(plan.bars.memory)
+    name, unit = _unit(plan)
     yield (
-        f"memory, GiB per device{error}: allocated {plan.allocated_bytes / GIB:.1f}, "
-        f"reserved {plan.reserved_bytes / GIB:.1f}, device {plan.device_bytes / GIB:.1f} of {capacity / GIB:.1f}"
+        f"memory, {name} per device{error}: allocated {plan.allocated_bytes / unit:.1f}, "
+        f"reserved {plan.reserved_bytes / unit:.1f}, device {plan.device_bytes / unit:.1f} of {capacity / unit:.1f}"
     )
     names = [name for name, _, _ in TERMS if any(terms_of(plan, s)[name] for s in plan.held.stages)]
     yield f"  {'stage':<6}{'blocks':>6} " + "".join(f"{n:>12}" for n in names) + f"{'total':>9}"
@@ -132,8 +138,8 @@ def _memory(plan: Plan) -> Iterator[str]:
         mark = " <" if s.rank == plan.held.busiest.rank and len(plan.held.stages) > 1 else ""
         yield (
             f"  {s.rank:<6}{s.blocks:>6} "
-            + "".join(f"{found[n] / GIB:>12.2f}" for n in names)
-            + f"{sum(found.values()) / GIB:>9.2f}{mark}"
+            + "".join(f"{found[n] / unit:>12.2f}" for n in names)
+            + f"{sum(found.values()) / unit:>9.2f}{mark}"
         )
     for s in shown_stages(plan.held.stages):
         yield f"  {s.rank:<4}|{bar(terms_of(plan, s), capacity)}"
@@ -144,16 +150,17 @@ def _memory(plan: Plan) -> Iterator[str]:
 def _phases(plan: Plan) -> Iterator[str]:
     over = plan.reserved_bytes / plan.allocated_bytes
     context = plan.device_bytes - plan.reserved_bytes
-    yield f"{'phase, GiB':<18}{'allocated':>10}{'reserved':>10}{'device':>10}"
+    unit_name, unit = _unit(plan)
+    yield f"{f'phase, {unit_name}':<18}{'allocated':>10}{'reserved':>10}{'device':>10}"
     for name, size in plan.held.busiest.phases().items():
-        yield f"  {name:<16}{size / GIB:>10.2f}{size * over / GIB:>10.2f}{(size * over + context) / GIB:>10.2f}"
+        yield f"  {name:<16}{size / unit:>10.2f}{size * over / unit:>10.2f}{(size * over + context) / unit:>10.2f}"
     host = {**plan.saves.host, "offloaded": plan.offloaded_bytes}
     host = {name: size for name, size in host.items() if size}
     if host:
-        listed = " + ".join(f"{name} {size / GIB:.1f}" for name, size in host.items())
-        yield f"  host memory of a node: {sum(host.values()) / GIB:.1f} GiB ({listed})"
+        listed = " + ".join(f"{name} {in_words(size)}" for name, size in host.items())
+        yield f"  host memory of a node: {in_words(sum(host.values()))} ({listed})"
     if plan.on_disk_bytes:
-        yield f"  disks of a node: {plan.on_disk_bytes / GIB:.1f} GiB offloaded"
+        yield f"  disks of a node: {in_words(plan.on_disk_bytes)} offloaded"
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -287,8 +294,10 @@ def _bars(plan: Plan) -> Iterator[str]:
 def verdict_of(plan: Plan) -> str:
     """One line: whether it fits, and what the step is made of."""
     left = plan.setting.capacity_bytes - plan.device_bytes
+    if plan.over_budget:
+        return f"does not fit: a node has to hold {in_words(plan.offloaded_bytes)} of what is offloaded"
     if not plan.fits:
-        return f"does not fit: {-left / GIB:.1f} GiB too much on stage {plan.held.busiest.rank}"
+        return f"does not fit: {in_words(-left)} too much on stage {plan.held.busiest.rank}"
     exposed = {k: float(v[0]) for k, v in plan.times.exposed().items()}
     first = max(exposed, key=lambda k: exposed[k])
     waits = {k: exposed[k] for k in ("tp", "cp", "ep", "pp", "dp", "bubble", "offload", "launch")}
@@ -296,10 +305,10 @@ def verdict_of(plan: Plan) -> str:
     waiting = waits[second] / plan.step_s
     near = ""
     if plan.within_error:
-        why = f"{(plan.setting.capacity_bytes - plan.room_bytes) / GIB:.1f} GiB ({plan.margin:.1%})"
+        why = f"{in_words(plan.setting.capacity_bytes - plan.room_bytes)} ({plan.margin:.1%})"
         near = f", but within the error bar of {why}: it may not"
     return (
-        f"fits, {left / GIB:.1f} GiB to spare{near}; most of the step is {first.replace('_', '-')} "
+        f"fits, {in_words(left)} to spare{near}; most of the step is {first.replace('_', '-')} "
         f"({exposed[first] / plan.step_s:.0%}), "
         + (f"most of the waiting {second} ({waiting:.0%})" if waiting >= 0.005 else "next to no waiting")
         + ("; does not run yet" if plan.not_run else "")
@@ -308,7 +317,7 @@ def verdict_of(plan: Plan) -> str:
 
 def changes_text(plan: Plan, changes: Sequence[Change], title: str) -> str:
     """A table of changes beside the plan."""
-    lines = [f"{title:<36}{'step':>10}{'tokens/s':>10}{'device GiB':>12}"]
+    lines = [f"{title:<36}{'step':>10}{'tokens/s':>10}{'device':>12}"]
     for c in changes:
         if c.error:
             lines.append(f"  {c.keys:<34}{c.error.splitlines()[0]}")
@@ -318,7 +327,7 @@ def changes_text(plan: Plan, changes: Sequence[Change], title: str) -> str:
         verdict += ", by formulas" if plan.how == UNITS and not c.measured else ""
         verdict += ", by measured times" if plan.how == RATES and c.measured else ""
         lines.append(
-            f"  {c.keys:<34}{duration(c.step_s):>10}{plan.step_s / c.step_s - 1:>+10.1%}{c.device_bytes / GIB:>12.1f}"
+            f"  {c.keys:<34}{duration(c.step_s):>10}{plan.step_s / c.step_s - 1:>+10.1%}{in_words(c.device_bytes):>12}"
             f"  {verdict}"
         )
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from typing import Any
 
 from sirara.plan.explain import duration
 from sirara.plan.search import Found
-from sirara.plan.verdict import GIB
+from sirara.plan.verdict import Plan, in_words
 
 
 def search_text(found: Found) -> str:
@@ -17,7 +17,7 @@ def search_text(found: Found) -> str:
         f"searched {found.layouts:,} layouts, {found.legal:,} legal, {found.fitting:,} fit: {found.seconds:.1f} s, "
         f"{found.legal / max(found.seconds, 1e-9):,.0f} legal layouts a second; objective {found.objective}",
         f"best          {_described(found.best_words)}",
-        f"              step {duration(found.best.step_s)}, device {found.best.device_bytes / GIB:.1f} GiB",
+        f"              step {duration(found.best.step_s)}, {_takes(found.best)}",
     ]
     lines.append(f"left free     {left_free(found)}")
     if found.best.not_run:
@@ -29,7 +29,7 @@ def search_text(found: Found) -> str:
         lines += [
             f"best that runs {_described(found.now_words)}",
             f"              step {duration(now.step_s)} ({found.best.step_s / now.step_s - 1:+.1%} tokens/s), "
-            f"device {now.device_bytes / GIB:.1f} GiB",
+            f"device {in_words(now.device_bytes)}",
         ]
     if found.numerics == "fast":
         lines.append("numerics      nothing fits with numerics=exact; all of this is numerics=fast")
@@ -44,7 +44,7 @@ def search_text(found: Found) -> str:
             ", by formulas" if found.best.setting.profile is not None and not a.measured else ""
         )
         lines.append(
-            f"  {duration(a.step_s):>9} {found.best.step_s / a.step_s - 1:>+7.1%}  {a.device_bytes / GIB:>6.1f} GiB  "
+            f"  {duration(a.step_s):>9} {found.best.step_s / a.step_s - 1:>+7.1%}  {in_words(a.device_bytes):>10}  "
             f"{_difference(found.best_words, a.words)}{later}"
         )
     lines += [
@@ -57,14 +57,20 @@ def search_text(found: Found) -> str:
     return "\n".join(lines)
 
 
+def _takes(plan: Plan) -> str:
+    """Memory of a device, and of a node where something is offloaded."""
+    away = f", offloaded {in_words(plan.offloaded_bytes)} of a node" if plan.offloaded_bytes else ""
+    return f"device {in_words(plan.device_bytes)}{away}"
+
+
 def left_free(found: Found) -> str:
     """How much memory of a device the layout that is used leaves free, and why."""
     used = found.best_now or found.best
     capacity = used.setting.capacity_bytes
-    said = f"{(capacity - used.device_bytes) / GIB:.1f} of {capacity / GIB:.1f} GiB"
+    said = f"{in_words(capacity - used.device_bytes)} of {in_words(capacity)}"
     if used.setting.ceiling_bytes is not None:
         return f"{said}; {used.margin_why}"
-    kept = f"{(capacity - used.room_bytes) / GIB:.1f} GiB"
+    kept = in_words(capacity - used.room_bytes)
     if found.tight:
         return f"{said}: less than its error bar of {kept}, because nothing else fits ({used.margin_why})"
     return f"{said}, at least {kept} by choice: {used.margin_why}"

@@ -130,7 +130,7 @@ def held(config: RunConfig, shape: ModelShape, point: Points, hardware: Table, c
     if m.schedule == "gpipe":
         # All forwards come first, however many there are.
         alive = (dealt.places,) * m.pp
-    groups = flat_groups(units, tp=tp, sequence=m.sequence_parallel)
+    groups = _groups(units, tp, m.sequence_parallel)
     block = _block_bytes(point, hardware, constants)
     own = own_bytes(config, shape, tp=tp, weight=_weight_bytes(config), on_cpu=hardware.on_cpu[0])
     if own is not None:
@@ -146,6 +146,11 @@ def held(config: RunConfig, shape: ModelShape, point: Points, hardware: Table, c
         sum(g.numel for g in groups if any(u.unit in r for u in g.uses for r in s.units)) for s in stages
     )
     return Held(stages=stages, deal=dealt, table=table, places=dealt.places, parameters=here)
+
+
+@lru_cache(maxsize=64)
+def _groups(units: tuple[UnitSpec, ...], tp: int, sequence: bool) -> tuple[Group, ...]:
+    return tuple(flat_groups(units, tp=tp, sequence=sequence))
 
 
 @lru_cache(maxsize=64)
@@ -258,8 +263,8 @@ def _stage(
     mine = list(by_stage.values())
     last = split[-1].stop - 1
 
-    def here(unit: int) -> bool:
-        return any(unit in r for r in mine)
+    units = {unit for r in mine for unit in r}
+    here = units.__contains__
 
     held_groups = [g for g in groups if any(here(use.unit) for use in g.uses)]
     weights = masters = optimizer = 0

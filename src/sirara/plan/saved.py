@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from sirara.config.schema import RunConfig
 from sirara.plan.points import Points
 from sirara.plan.setting import Setting
-from sirara.plan.utilisation import matrix_elements
-from sirara.pure.families import ModelShape, parameter_count, unit_specs
+from sirara.plan.utilisation import matrices_of
+from sirara.pure.families import ModelShape, parameter_count
 
 FILE_BYTES = 2 << 30
 BYTES_OF = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4), "fp16": (2, 4), "fp8": (1, 4)}
@@ -82,7 +82,5 @@ def state_bytes(config: RunConfig, shape: ModelShape) -> int:
     copies = (own != sums) + states
     total = parameter_count(shape) * (own + copies * sums)
     if config.train.optimizer.name == "muon":
-        units = unit_specs(shape)
-        plain = parameter_count(shape) - sum(matrix_elements(u) for u in units[1:-1])
-        total += plain * sums
+        total += (parameter_count(shape) - matrices_of(shape)) * sums
     return total

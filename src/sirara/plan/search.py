@@ -27,7 +27,7 @@ from sirara.plan.layouts import (
     words_of,
 )
 from sirara.plan.table import BEYOND, Table, evaluated
-from sirara.plan.verdict import GIB, UNITS, Plan, Setting
+from sirara.plan.verdict import UNITS, Plan, Setting, in_words
 from sirara.pure.shape import ModelShape
 
 Floats = NDArray[np.float64]
@@ -421,8 +421,11 @@ def _why_nothing(table: Table, part: NDArray[np.bool_]) -> str:
         return f"the {VALUE_TRIED} fastest by closed forms do not fit"
     if counts.get(Reason.MEMORY):
         least = float(np.min(table.device.ravel()[part]))
-        return f"none of {counts[Reason.MEMORY]:,} legal layouts fits: the least needs {least / GIB:.1f} GiB"
-    return WHY[Reason(counts.most_common(1)[0][0])]
+        return f"none of {counts[Reason.MEMORY]:,} legal layouts fits: the least needs {in_words(least)}"
+    # What leaves out more here than elsewhere is what the value itself does.
+    everywhere = Counter(table.reason.ravel().tolist())
+    more = {r: n / part.sum() - everywhere[r] / table.reason.size for r, n in counts.items()}
+    return WHY[Reason(max(more, key=lambda r: more[r]))]
 
 
 def _reasons(table: Table) -> dict[str, int]:
@@ -432,23 +435,21 @@ def _reasons(table: Table) -> dict[str, int]:
 
 
 def _nothing(table: Table, setting: Setting) -> PlanError:
-    reasons = _reasons(table)
-    memory_bound = np.isfinite(table.device).any()
-    least = float(np.min(table.device)) if memory_bound else float("nan")
-    why = "; ".join(f"{count:,} {reason}" for reason, count in list(reasons.items())[:4])
-    tries = ["--gpus with more devices", "train.recompute=full", "another --gpu"]
-    if memory_bound:
+    reasons = {WHY[Reason.MEMORY]: 0, **_reasons(table)}
+    listed = "; ".join(f"{count:,} {reason}" for reason, count in list(reasons.items())[:4] if count)
+    near = ""
+    if np.isfinite(table.device).any():
         o, i = divmod(int(np.argmin(table.device)), len(table.inside))
-        nearest = ", ".join(
-            f"{k} {v}" for k, v in words_of(table.space, table.outers[o], table.inside, i).items()
-        )
-        tries.insert(0, f"nearest, {least / GIB:.1f} GiB: {nearest}")
+        words = words_of(table.space, table.outers[o], table.inside, i)
+        near = f"the nearest needs {in_words(float(np.min(table.device)))}: "
+        near += ", ".join(f"{k} {v}" for k, v in words.items()) + "; "
+    gpus = table.space.gpus
     return PlanError(
-        f"none of {table.reason.size:,} layouts on {table.space.gpus} devices fits",
+        f"none of {table.reason.size:,} layouts on {gpus} device{'s' * (gpus > 1)} fits",
         code="SR215",
         where="plan, search",
-        why=f"each device has {setting.capacity_bytes / GIB:.1f} GiB; {why}",
-        try_=tries,
+        why=f"each device has {in_words(setting.capacity_bytes)}; {near}{listed}",
+        try_=[f"--gpus {2 * gpus} or more", "train.recompute=full", "another --gpu"],
     )
 
 

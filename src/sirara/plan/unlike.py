@@ -21,15 +21,15 @@ from sirara.errors import SiraraError
 from sirara.plan.exact import configured
 from sirara.plan.from_config import as_points, layout_columns, model_columns
 from sirara.plan.layouts import divisors
-from sirara.plan.offload import timed
+from sirara.plan.offload import slowest, timed
 from sirara.plan.verdict import GIB, Plan, Setting, plan
 from sirara.pure.shape import ModelShape
 
 _WORK = ("matmul", "attention", "memory_bound", "launch", "recompute", "tp", "cp", "ep")
 _SCHEDULES = ("1f1b", "zb-h1", "gpipe")
 """With one stage to a rank: chunks of a rank would be on one kind anyway."""
-WORSE = 1.1
-"""How much slower than the best a mesh may promise to be that is looked at closely."""
+SHOWN = 3
+"""Ways that a search is asked for: a mesh that cannot be better than these is not looked at closely."""
 ATTEMPTS = 12
 """Splits that are counted exactly at most, until all stages fit."""
 
@@ -80,24 +80,29 @@ def arrangements(found: Plan) -> list[Arranged]:
 
 
 def searched(config: RunConfig, shape: ModelShape, setting: Setting) -> list[tuple[Plan, Arranged]]:
-    """The best ways over pp, tp, ZeRO stage and schedule, one a mesh, those that fit first, then the fastest.
+    """The `SHOWN` best ways over pp, tp, ZeRO stage and schedule, one a mesh; those that fit first, then the fastest.
 
     micro_batch, precision and recompute stay as the configuration has them.
     """
     ways: list[tuple[Plan, Arranged]] = []
-    best = float("inf")
+    meshes: list[tuple[float, RunConfig, int]] = []
     for words, dp in _meshes(shape, setting):
         try:
             there = configured(config, (words,))
-            found = plan(there, shape, _roomiest(setting), dp=dp)
+            meshes.append((_at_best(there, shape, setting, dp), there, dp))
         except SiraraError:
             continue
-        found = replace(found, setting=setting)
-        if _at_best(found) >= WORSE * best:
+    times: list[float] = []
+    for bound, there, dp in sorted(meshes, key=lambda m: m[0]):
+        if len(times) >= SHOWN and bound >= sorted(times)[SHOWN - 1]:
+            break
+        try:
+            found = replace(plan(there, shape, _roomiest(setting), dp=dp), setting=setting)
+        except SiraraError:
             continue
         ways += [(found, way) for way in arrangements(found)[:1]]
-        best = min(best, *(way.step_s for _, way in ways if way.roomy and way.runs), float("inf"))
-    return sorted(ways, key=lambda w: _order(w[1]))
+        times = [way.step_s for _, way in ways if way.roomy and way.runs]
+    return sorted(ways, key=lambda w: _order(w[1]))[:SHOWN]
 
 
 def _order(way: Arranged) -> tuple[bool, bool, bool, float]:
@@ -172,22 +177,18 @@ def _capacity(setting: Setting, kind: int) -> float:
     return own if setting.ceiling_bytes is None else min(own, setting.ceiling_bytes)
 
 
-def _seconds(found: Plan) -> tuple[list[float], list[float], list[float]]:
+def _seconds(
+    c: RunConfig, shape: ModelShape, setting: Setting, dp: int
+) -> tuple[list[float], list[float], list[float]]:
     """By kind: (one block of a microbatch, forward and backward; the head; what a step has beside its microbatches)."""
-    c = found.config
-    dp = int(found.point.dp[0])
-    columns = {
-        **model_columns(c, found.shape),
-        **layout_columns(c, found.shape, dp=dp),
-        "split_counts_ends": 0,
-    }
-    pp = int(found.point.pp[0])
-    each = max(1, found.shape.layers // pp)
+    columns = {**model_columns(c, shape), **layout_columns(c, shape, dp=dp), "split_counts_ends": 0}
+    pp = c.mesh.pp
+    each = max(1, shape.layers // pp)
     layers = np.array([pp * each, pp * (each + 1)])
     block, head, rest = [], [], []
-    for kind in range(len(found.setting.counts)):
-        p = as_points({**columns, "layers": layers}, found.setting.cluster, accelerator=kind)
-        t = timed(p, found.setting.table, found.setting.constants)
+    for kind in range(len(setting.counts)):
+        p = as_points({**columns, "layers": layers}, setting.cluster, accelerator=kind)
+        t = timed(p, setting.table, setting.constants)
         work = sum(getattr(t, name) for name in _WORK) / p.microbatches
         block.append(float(work[1] - work[0]))
         head.append(max(0.0, float(work[0]) - each * block[-1]))
@@ -195,14 +196,19 @@ def _seconds(found: Plan) -> tuple[list[float], list[float], list[float]]:
     return block, head, rest
 
 
-def _at_best(found: Plan) -> float:
+def _at_best(c: RunConfig, shape: ModelShape, setting: Setting, dp: int) -> float:
     """Seconds of a step that no split of a mesh gets below."""
-    block, head, rest = _seconds(found)
-    each = sum(found.setting.counts) / found.config.mesh.pp
-    rates = sum(n / each / b for n, b in zip(found.setting.counts, block, strict=True))
-    m = float(found.point.microbatches[0])
-    staged = m * (found.shape.layers + min(h / b for h, b in zip(head, block, strict=True))) / rates
-    return min(found.step_s, staged + min(rest))
+    block, head, rest = _seconds(c, shape, setting, dp)
+    each = sum(setting.counts) / c.mesh.pp
+    rates = sum(n / each / b for n, b in zip(setting.counts, block, strict=True))
+    p = as_points({**model_columns(c, shape), **layout_columns(c, shape, dp=dp)}, setting.cluster)
+    staged = (
+        float(p.microbatches[0])
+        * (shape.layers + min(h / b for h, b in zip(head, block, strict=True)))
+        / rates
+    )
+    alike = float(slowest(p, setting.table, setting.constants).step_s[0])
+    return min(alike, staged + min(rest))
 
 
 def _staged(found: Plan) -> Iterator[Arranged]:
@@ -211,7 +217,7 @@ def _staged(found: Plan) -> Iterator[Arranged]:
     each = sum(setting.counts) // m.pp
     if m.pp < len(setting.counts) or m.chunks > 1 or any(n % each for n in setting.counts):
         return
-    block, head, rest = _seconds(found)
+    block, head, rest = _seconds(found.config, found.shape, setting, int(found.point.dp[0]))
     per_stage = [n // each for n in setting.counts]
     for order in permutations(range(len(setting.counts))):
         kinds = [kind for kind in order for _ in range(per_stage[kind])]
@@ -242,11 +248,12 @@ def _fitted(
         way = _way(there, kinds, split, block, head, rest, word)
         near = near or (way if way.fits else None)
         limits = [_capacity(found.setting, kind) / (1 + there.margin) for kind in kinds]
-        over = [s for s, size in enumerate(_sizes(there)) if size > limits[s]]
+        over = {s: size for s, size in enumerate(_sizes(there)) if size > limits[s]}
         if not over or fixed:
             return way
-        for stage in over:
-            most[stage] = split[stage] - 1
+        for stage, size in over.items():
+            # A block has no more than its share of the stage, so at least so many are too many.
+            most[stage] = split[stage] - max(1, int((size - limits[stage]) / size * split[stage]))
     return near or way
 
 

@@ -1,12 +1,15 @@
 """Model FLOPs and hardware FLOPs of a step over what the devices could have done."""
 
+import math
+from functools import lru_cache
+
 import numpy as np
 
 from sirara.config.schema import RunConfig
 from sirara.plan.cost import first_products
 from sirara.plan.points import PIECES, Points
 from sirara.plan.setting import Setting
-from sirara.pure.families import ModelShape, UnitSpec, unit_specs
+from sirara.pure.families import ModelShape, unit_specs
 
 
 def utilisation(
@@ -17,10 +20,10 @@ def utilisation(
     Model FLOPs: three times forward's (PaLM, arXiv:2204.02311, appendix B, which counts the whole square of scores;
     flash attention computes half).  Hardware FLOPs add the forward that recompute runs again.
     """
-    units, tokens = unit_specs(shape), config.train.global_batch * config.data.seq_len
+    tokens = config.train.global_batch * config.data.seq_len
     seq, width = config.data.seq_len, shape.heads * shape.head_dim
     seen = min(shape.sliding_window or seq, seq)
-    matrices = sum(matrix_elements(u) for u in units[1:-1])
+    matrices = matrices_of(shape)
     head = 2.0 * shape.vocab * shape.hidden
     half = shape.layers * 2.0 * width * (seen if seen < seq else seq + 1)
     whole = shape.layers * 4.0 * width * seen
@@ -44,6 +47,7 @@ def utilisation(
     )
 
 
-def matrix_elements(unit: UnitSpec) -> int:
-    """Elements of the tensors of a unit that are matrices."""
-    return sum(int(np.prod(t.shape, dtype=np.int64)) for t in unit.tensors if len(t.shape) > 1)
+@lru_cache(maxsize=64)
+def matrices_of(shape: ModelShape) -> int:
+    """Elements of the matrices of all blocks."""
+    return sum(math.prod(t.shape) for u in unit_specs(shape)[1:-1] for t in u.tensors if len(t.shape) > 1)

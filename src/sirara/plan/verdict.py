@@ -28,12 +28,18 @@ from sirara.plan.utilisation import utilisation
 from sirara.pure.families import ModelShape, parameter_count
 
 GIB = float(1 << 30)
+MIB = float(1 << 20)
 FORMULA = "formulas, with rates of the shipped table"
 RATES = "formulas, with rates measured on this machine"
 UNITS = (
     "times of the model's own units, measured on this machine, and the executor's phases (plan/measured.py)"
 )
 FOREVER_S = 1000 * 365.25 * 86_400
+
+
+def in_words(size: float) -> str:
+    """Bytes in the unit that a person would say."""
+    return f"{size / GIB:.1f} GiB" if abs(size) >= 0.1 * GIB else f"{size / MIB:.1f} MiB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,17 +389,18 @@ def refusal(plan: Plan, changes: Sequence[Change]) -> PlanError:
         "allocator, context and libraries": plan.device_bytes - plan.allocated_bytes + stage.libraries,
     }
     first, *others = sorted(terms.items(), key=lambda kv: -kv[1])
-    listed = " + ".join(f"{name} {size / GIB:.1f}" for name, size in (first, *others) if size >= 0.05 * GIB)
+    worth = 0.01 * plan.device_bytes
+    listed = " + ".join(f"{name} {in_words(size)}" for name, size in (first, *others) if size >= worth)
     both = [c for c in changes if c.keys == "numerics=fast" and c.fits]
-    sizes = f"exact needs {plan.device_bytes / GIB:.1f} GiB, numerics=fast "
-    exact = f"; numerics={sizes}{both[0].device_bytes / GIB:.1f}" if both else ""
+    sizes = f"exact needs {in_words(plan.device_bytes)}, numerics=fast "
+    exact = f"; numerics={sizes}{in_words(both[0].device_bytes)}" if both else ""
     return PlanError(
-        f"this layout does not fit: stage {stage.rank} needs {plan.device_bytes / GIB:.1f} GiB, "
-        f"the device has {plan.setting.capacity_bytes / GIB:.1f} GiB",
+        f"this layout does not fit: stage {stage.rank} needs {in_words(plan.device_bytes)}, "
+        f"the device has {in_words(plan.setting.capacity_bytes)}",
         code="SR214",
         where=f'plan, phase "step", mesh pp={mesh.pp} dp={int(plan.point.dp[0])} cp={mesh.cp} tp={mesh.tp} '
         f"block={plan.block}, micro_batch={plan.config.train.micro_batch}, numerics={plan.config.numerics}",
-        why=f"{listed} GiB" + exact,
+        why=listed + exact,
         try_=advice,
     )
 
@@ -402,11 +409,11 @@ def _too_much_on_the_host(plan: Plan) -> PlanError:
     each, budget = float(plan.memory.host[0]), float(plan.config.offload.host_budget or 0)
     devices = round(plan.offloaded_bytes / each)
     return PlanError(
-        f"this layout does not fit: a node has to hold {plan.offloaded_bytes / GIB:.1f} GiB of what is offloaded, "
-        f"offload.host_budget is {budget / GIB:.1f} GiB",
+        f"this layout does not fit: a node has to hold {in_words(plan.offloaded_bytes)} of what is offloaded, "
+        f"offload.host_budget is {in_words(budget)}",
         code="SR214",
         where="offload.host_budget",
-        why=f"{each / GIB:.1f} GiB for each of the {devices} devices of a node",
+        why=f"{in_words(each)} for each of {devices} devices",
         try_=[
             "a larger offload.host_budget",
             "offload.optimizer=disk",
@@ -423,4 +430,4 @@ def _advice(plan: Plan, change: Change) -> str:
     keys = change.keys
     if keys.startswith("gpus="):
         keys = f"--gpus {keys.removeprefix('gpus=')} mesh.dp=auto"
-    return f"{keys:<34} (device {change.device_bytes / GIB:.1f} GiB, {faster:+.0%} tokens/s{block}{later})"
+    return f"{keys:<34} (device {in_words(change.device_bytes)}, {faster:+.0%} tokens/s{block}{later})"

@@ -8,6 +8,7 @@ A tensor is the Hugging Face tensor: its name, shape and element order. Within a
 order in memory: q, k, v and gate, up are neighbours, so that they multiply as one matrix.
 """
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -92,6 +93,7 @@ def unit_specs(shape: ModelShape) -> tuple[UnitSpec, ...]:
     )
 
 
+@lru_cache(maxsize=64)
 def parameter_count(shape: ModelShape) -> int:
     """Parameters, a tied tensor counted once."""
     return sum(_numel(t.shape) for u in unit_specs(shape) for t in u.tensors if t.tied_to is None)
@@ -222,4 +224,4 @@ def _block_flops(shape: ModelShape) -> int:
 
 
 def _numel(dims: tuple[int, ...]) -> int:
-    return int(np.prod(dims, dtype=np.int64))
+    return math.prod(dims)

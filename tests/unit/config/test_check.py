@@ -169,6 +169,9 @@ def test_sequence_parallelism_needs_tensor_parallelism():
 def test_more_blocks_to_recompute_than_a_stage_has():
     assert "train.recompute=6" in refused(train={"recompute": 7}).try_
     assert "train.recompute=4" in refused(train={"recompute": 5}, mesh={"pp": 2, "split": [2, 4]}).try_
+    four = {"pp": 2, "split": [2, 4]}
+    assert "train.recompute=norm" in refused(train={"recompute": "norm:9"}, mesh=four).try_
+    assert "train.recompute=mlp:3 norm" in refused(train={"recompute": "mlp:3 norm:2"}, mesh=four).try_
     for recompute in (6, "none", "selective", "full"):
         check_layout(run_config(train={"recompute": recompute}), LLAMA)
 

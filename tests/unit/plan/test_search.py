@@ -170,7 +170,8 @@ def test_where_exact_sums_do_not_fit_fast_ones_are_named():
 def test_nothing_fits_says_how_near_it_came():
     with pytest.raises(PlanError, match="fits") as error:
         search(config(), SHAPE, setting(8, ceiling_bytes=1e9), SMALL)
-    assert error.value.code == "SR215" and error.value.try_[0].startswith("nearest, ")
+    assert error.value.code == "SR215" and error.value.try_[0] == "--gpus 16 or more"
+    assert "the nearest needs" in error.value.why and " does not fit" in error.value.why
 
 
 @pytest.mark.timeout(240)
