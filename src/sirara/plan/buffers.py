@@ -53,8 +53,10 @@ def buffers_of(dealt: Deal, *, lean: bool, fast: bool, same: bool) -> Buffers:
     if dealt.microbatches > MOST_PLAYED and dealt.dp > 1:
         return _closed(dealt, leaf, lean=lean)
     turns = (0,) * dealt.places
-    two, three = ({kind[1:]: n for kind, n in made_in_turn(turns, ((0, 1),) * groups, dealt, leaf, lean=lean).items()}
-                  for groups in (2, 3))  # fmt: skip
+    two, three = (
+        {kind[1:]: n for kind, n in made_in_turn(turns, groups, dealt, leaf, lean=lean).items()}
+        for groups in (((0, 0, 1), (0, 1, 1)), ((0, 0, 1), (0, 1, 1), (0, 2, 1)))
+    )
     each = {kind: three[kind] - two.get(kind, 0) for kind in three}
     return Buffers(
         full_leaf=each.get(("full", "leaf"), 0),
@@ -99,28 +101,30 @@ def _closed(dealt: Deal, leaf: str, *, lean: bool) -> Buffers:
 
 @cache
 def made_in_turn(
-    turns: tuple[int, ...], groups: tuple[tuple[int, int], ...], dealt: Deal, leaf: str, *, lean: bool
+    turns: tuple[int, ...], groups: tuple[tuple[int, int, int], ...], dealt: Deal, leaf: str, *, lean: bool
 ) -> Mapping[tuple[int, str, str], int]:
     """What the pool of a rank has made after a step: groups of one size take each other's buffers.
 
     Args:  turns: chunks in the order in which a microbatch's gradients are made in them.
-           groups: (chunk, elements) in the order of backward.
+           groups: (chunk, unit, elements) in the order of backward, those of a unit side by side.
     """
     made, free = Counter[tuple[int, str, str]](), Counter[tuple[int, str, str]]()
-    players = [
-        (chunk, _Player(deal=dealt, leaf=leaf, numel=numel, made=made, free=free)) for chunk, numel in groups
-    ]
-    begun: _Player | None = None
+    chunks: dict[int, dict[int, list[_Player]]] = {}
+    for chunk, unit, numel in groups:
+        player = _Player(deal=dealt, leaf=leaf, numel=numel, made=made, free=free)
+        chunks.setdefault(chunk, {}).setdefault(unit, []).append(player)
+    begun: list[_Player] = []
     for turn in turns:
-        for chunk, player in players:
-            if chunk != turn:
-                continue
-            player.add()
-            if lean and begun is not None and begun is not player:
-                # The exchange of one unit ends when the next one's begins.
-                begun.complete()
-            begun = player
-    for _, player in players:
+        for players in chunks.get(turn, {}).values():
+            for player in players:
+                player.add()
+            if lean:
+                # The exchange of one unit ends when the next one's has begun.
+                for player in begun:
+                    player.complete()
+                begun = players
+    every = [player for units in chunks.values() for players in units.values() for player in players]
+    for player in every:
         player.complete()
         player.total()
     return made

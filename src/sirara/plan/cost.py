@@ -83,7 +83,7 @@ def step_time(p: Points, hardware: Table, constants: Constants) -> Times:
 
 def _smooth_max(a: Floats, b: Floats) -> Floats:
     """The larger of two times, a little more where they are equal: neither overlaps the other perfectly."""
-    return (a**4 + b**4) ** 0.25
+    return (a**3 + b**3) ** (1 / 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +227,8 @@ def _step(
     beside = np.minimum(work, dp_hidden + m * (pick(stage("hidden_tp") + stage("hidden_ep"))))
     terms = m * slowest + bubble + pipe + dp_s - m * pick(blocks) * shard_s + optimizer + offload
     nodes = np.maximum(1.0, p.gpus / p.per_node)
-    slowed = k.slowed * beside + k.jitter * np.log2(nodes) * terms
+    # The slowest node sets the pace; filling and draining pass through all of them once.
+    slowed = k.slowed * beside + k.jitter * np.log2(nodes) * (terms - bubble)
     other = plain if mixed is None else mixed
 
     def kind(of: Callable[[Block], tuple[Floats, Floats]]) -> Floats:

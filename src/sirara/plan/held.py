@@ -362,7 +362,7 @@ def _gradients(config: RunConfig, groups: Sequence[Group], here: Here, dealt: De
         full = shard * dealt.dp
         if count == 1 and cut and config.numerics != "fast" and dealt.microbatches <= MOST_PLAYED:
             # Nobody of its size takes turns with it; its exchange ends when the next unit of its chunk begins one.
-            groups_of = ((0, shard), (0, 0)) if config.mesh.chunks == 1 else ((0, shard),)
+            groups_of = ((0, 0, shard), (0, 1, 0)) if config.mesh.chunks == 1 else ((0, 0, shard),)
             kind = leaf_kind(dealt, same=_same(config))
             alone = made_in_turn((0,) * dealt.places, groups_of, dealt, kind, lean=True)
             total += _bytes_made(alone, dealt.dp, leaf, sums)
@@ -394,20 +394,25 @@ def _in_turn(
         for use in g.uses if use.unit in units
     ]  # fmt: skip
     plain = config.numerics != "fast" and len({_bytes_of(config, g) for _, g, _ in uses}) == 1
-    # Cut sums are exchanged while other chunks make theirs: how long their buffers are held is not played.
-    cut = m.zero >= 2 or (m.zero == 0 and dealt.dp > 1)
-    if m.chunks == 1 or not plain or cut or dealt.places * len(uses) > MOST_IN_TURN:
+    if m.chunks == 1 or not plain or dealt.places * len(uses) > MOST_IN_TURN:
         return None
     sums, leaf = _sum_bytes(config), _bytes_of(config, uses[0][1])
     turns = _turns(m.schedule, m.pp, m.chunks, dealt.places, plays_early(config))[rank]
     order = sorted(uses, key=lambda use: -use[2])
     made = made_in_turn(
         turns,
-        tuple((_turn(stage, embedding=unit == 0), g.shard_numel(dealt.dp)) for stage, g, unit in order),
+        tuple((_turn(stage, embedding=unit == 0), unit, g.shard_numel(dealt.dp)) for stage, g, unit in order),
         dealt,
         leaf_kind(dealt, same=_same(config)),
-        lean=False,
+        lean=m.zero >= 2,
     )
+    if m.zero == 0 and dealt.dp > 1:
+        # Every group's shards are gathered again, in a full buffer of its own.
+        own = Counter(g.shard_numel(dealt.dp) for _, g, _ in uses)
+        made = {
+            **made,
+            **{(n, "full", "sum"): max(made.get((n, "full", "sum"), 0), c) for n, c in own.items()},
+        }
     return _guests(config, groups, here, dealt) + _bytes_made(made, dealt.dp, leaf, sums)
 
 
