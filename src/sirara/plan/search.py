@@ -1,31 +1,23 @@
 """The best layout of a space, and what the outcome says about each knob.
 
-plan/table.py: every layout's memory and time ─► ranked ─► the first whose memory fits by the executor's rules too
-    ─► nearest alternatives, the best per value of every knob, why families are left out
+plan/table.py: every layout's memory and time ─► ranked ─► the best whose memory fits by the executor's rules too
+    (plan/counted.py) ─► nearest alternatives, the best per value of every knob, why families are left out
 """
 
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sirara.config.schema import RunConfig
-from sirara.errors import PlanError, SiraraError
-from sirara.plan.exact import counted
+from sirara.errors import PlanError
+from sirara.plan.counted import Layouts, as_needed, keys_at, runs_now, words_at
 from sirara.plan.from_config import even_nodes
-from sirara.plan.layouts import (
-    NEEDED,
-    WHY,
-    Reason,
-    Space,
-    knob_values,
-    overrides_of,
-    words_of,
-)
+from sirara.plan.layouts import WHY, Reason, Space, knob_values, words_of
 from sirara.plan.table import BEYOND, Table, evaluated
 from sirara.plan.verdict import UNITS, Plan, Setting, in_words
 from sirara.pure.shape import ModelShape
@@ -129,19 +121,21 @@ def _search(config: RunConfig, shape: ModelShape, setting: Setting, space: Space
         raise _nothing(table, setting)
     now = _first(counter, objective, now=True)
     values = _values(counter)
-    if objective != "memory":
-        # Whatever was counted on the way.
-        best, now = counter.fastest(best), now if now is None else counter.fastest(now, now=True)
     alternatives = _alternatives(counter, _ranked(table, objective), best)
+    # Whatever was counted on the way may be better.
+    while objective != "memory" and (faster := counter.fastest(best)) != best:
+        best, alternatives = faster, _alternatives(counter, _ranked(table, objective), faster)
+    if objective != "memory" and now is not None:
+        now = counter.fastest(now, now=True)
     beyond = np.isfinite(table.step) & (table.device > table.limit)
     table.step[beyond], table.reason[beyond] = np.nan, Reason.MEMORY
     return Found(
         best=counter.plans[best],
-        best_words=_words(table, best),
-        best_overrides=_overrides(table, best, shape),
+        best_words=words_at(table, best),
+        best_overrides=keys_at(table, best, shape),
         best_now=None if now is None else counter.plans[now],
-        now_words={} if now is None else _words(table, now),
-        now_overrides=() if now is None else _overrides(table, now, shape),
+        now_words={} if now is None else words_at(table, now),
+        now_overrides=() if now is None else keys_at(table, now, shape),
         alternatives=alternatives,
         sensitivity=tuple(_sensitivity(counter, value, best) for value in values),
         reasons=_reasons(table),
@@ -157,60 +151,16 @@ def _search(config: RunConfig, shape: ModelShape, setting: Setting, space: Space
 
 def _evaluated(
     config: RunConfig, shape: ModelShape, setting: Setting, space: Space, objective: str
-) -> tuple["_Counter", float]:
+) -> tuple[Layouts, float]:
     """(what counts layouts of a table that was evaluated, seconds that it took)."""
     began = time.perf_counter()
     table = evaluated(config, shape, setting, space)
     seconds = time.perf_counter() - began
-    counter = _Counter(config=config, shape=shape, setting=setting, table=table)
+    counter = Layouts(config=config, shape=shape, setting=setting, table=table)
     if setting.profile is not None:
         off = _timed_by_units(counter, objective)
         counter = replace(counter, setting=replace(setting, formulas_off=off), plans={})
     return counter, seconds
-
-
-# ---- counted by the executor's rules
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Counter:
-    """Plans of layouts of a table, each made once.  What does not fit, or cannot be, is taken out of the table."""
-
-    config: RunConfig
-    shape: ModelShape
-    setting: Setting
-    table: Table
-    plans: dict[int, Plan] = field(default_factory=dict)
-    """Flat index -> what fits."""
-
-    def plan(self, at: int) -> Plan | None:
-        """The plan of a layout that fits, the recompute that it needs noted; else None."""
-        table = self.table
-        if at in self.plans or not np.isfinite(table.step.flat[at]):
-            return self.plans.get(at)
-        dp, needed = table.outers[at // len(table.inside)].dp, _needed(table, at)
-        closed = float(table.device.flat[at])
-        try:
-            keys = _overrides(table, at, self.shape)
-            found, words = counted(self.config, self.shape, self.setting, keys, dp=dp, needed=needed)
-        except SiraraError:
-            # A split or a share that the closed rules let pass.
-            found, words = None, ()
-        if found is not None:
-            table.device.flat[at] = found.device_bytes
-        if found is None or not found.chosen:
-            table.step.flat[at], table.reason.flat[at] = np.nan, Reason.MEMORY
-            table.off.flat[at] = 1.0 if found is None or needed else found.device_bytes / closed
-            return None
-        if needed:
-            table.recipes[at] = next(w for w in words if w.startswith("train.recompute="))
-        table.step.flat[at], self.plans[at] = found.step_s, found
-        return found
-
-    def fastest(self, at: int, *, now: bool = False) -> int:
-        """Of what was counted; `at`: one of them."""
-        able = [n for n, p in self.plans.items() if not now or (_runs(self.table, n) and not p.not_run)]
-        return min((at, *able), key=lambda n: (self.plans[n].step_s, self.plans[n].device_bytes))
 
 
 def _ranked(table: Table, objective: str, *, now: bool = False) -> NDArray[np.int64]:
@@ -218,7 +168,7 @@ def _ranked(table: Table, objective: str, *, now: bool = False) -> NDArray[np.in
     step, device = table.step.ravel(), table.device.ravel()
     fit = np.flatnonzero(np.isfinite(step))
     if objective == "memory":
-        fastest = (step[at] for at in map(int, _ranked(table, "time")) if not now or _runs(table, at))
+        fastest = (step[at] for at in map(int, _ranked(table, "time")) if not now or runs_now(table, at))
         fit = fit[step[fit] <= SLOWER * next(fastest, 0.0)]
         return fit[np.lexsort((step[fit], device[fit]))]
     # Of layouts that take the same time (to a thousandth) the one that needs least memory.
@@ -226,14 +176,14 @@ def _ranked(table: Table, objective: str, *, now: bool = False) -> NDArray[np.in
     return fit[np.lexsort((device[fit], rounded))]
 
 
-def _first(counter: _Counter, objective: str, *, now: bool) -> int | None:
+def _first(counter: Layouts, objective: str, *, now: bool) -> int | None:
     """The best that fits when its memory is counted by the executor's rules too."""
     order = _ranked(counter.table, objective, now=now)
     return _best_of(counter, order, TRIED, now=now, first=objective == "memory")
 
 
 def _best_of(
-    counter: _Counter, order: NDArray[np.int64], tries: int, *, now: bool = False, first: bool = False
+    counter: Layouts, order: NDArray[np.int64], tries: int, *, now: bool = False, first: bool = False
 ) -> int | None:
     """The fastest of an order that fits, or the `first`; of so many tries at most.
 
@@ -241,14 +191,14 @@ def _best_of(
     """
     table, tried, off, best = counter.table, 0, 1 / BEYOND, None
     for at in map(int, order):
-        if not np.isfinite(table.step.flat[at]) or (now and not _runs(table, at)):
+        if not np.isfinite(table.step.flat[at]) or (now and not runs_now(table, at)):
             continue
         if best is not None and table.step.flat[at] >= counter.plans[best].step_s:
             break
         # Where the closed form was too low once, layouts as near to the limit are not tried; recompute as needed comes
         # as near as it may.
         known = at in counter.plans
-        near = not _needed(table, at) and float(table.device.flat[at]) * off > float(table.limit.flat[at])
+        near = not as_needed(table, at) and float(table.device.flat[at]) * off > float(table.limit.flat[at])
         if near and not known:
             continue
         tried += not known
@@ -265,7 +215,7 @@ def _best_of(
     return best
 
 
-def _timed_by_units(counter: _Counter, objective: str) -> float:
+def _timed_by_units(counter: Layouts, objective: str) -> float:
     """Replaces formulas by measured times where the profile has them; all others are as far off as those were.
 
     Returns:  how far.
@@ -289,42 +239,7 @@ def _timed_by_units(counter: _Counter, objective: str) -> float:
 # ---- outcome
 
 
-def _needed(table: Table, at: int) -> bool:
-    inside = table.inside
-    return table.space.recompute[inside.at["recompute"][at % len(inside)]][0] == NEEDED
-
-
-def _runs(table: Table, at: int) -> bool:
-    """Whether this version runs a layout."""
-    o, i = divmod(at, len(table.inside))
-    outer, words = table.outers[o], words_of(table.space, table.outers[o], table.inside, i)
-    runs = outer.cp == 1 and outer.ep == 1 and words["offload"] == "none"
-    return runs and words["precision"] in ("bf16", "fp32", "fp64")
-
-
-def _words(table: Table, at: int) -> dict[str, str]:
-    o, i = divmod(at, len(table.inside))
-    words = words_of(table.space, table.outers[o], table.inside, i)
-    if at in table.recipes:
-        words["recompute"] = _short(table.recipes[at].partition("=")[2])
-    return {**words, "block": "1" if table.one[o, i] else "auto"}
-
-
-def _short(recipe: str) -> str:
-    """Long lists by their ends."""
-    stages = recipe.strip("[]").split(", ")
-    return recipe if len(stages) <= 4 else f"[{stages[0]}, {stages[1]}, ..., {stages[-1]}]"
-
-
-def _overrides(table: Table, at: int, shape: ModelShape) -> tuple[str, ...]:
-    o, i = divmod(at, len(table.inside))
-    block = 1 if table.one[o, i] else None
-    words = overrides_of(table.space, table.outers[o], table.inside, i, layers=shape.layers, block=block)
-    found = table.recipes.get(at)
-    return tuple(found if found and w.startswith("train.recompute=") else w for w in words)
-
-
-def _alternatives(counter: _Counter, order: NDArray[np.int64], best: int) -> tuple[Candidate, ...]:
+def _alternatives(counter: Layouts, order: NDArray[np.int64], best: int) -> tuple[Candidate, ...]:
     """The next best that fit, each of other degrees, ZeRO stage or schedule than those before it."""
     table, left = counter.table, TRIED
     seen, found = {_family(table, best), _twins(table, best)}, list[Candidate]()
@@ -341,11 +256,11 @@ def _alternatives(counter: _Counter, order: NDArray[np.int64], best: int) -> tup
         seen.update(both)
         found.append(
             Candidate(
-                words=_words(table, at),
-                overrides=_overrides(table, at, counter.shape),
+                words=words_at(table, at),
+                overrides=keys_at(table, at, counter.shape),
                 step_s=there.step_s,
                 device_bytes=there.device_bytes,
-                runs=_runs(table, at),
+                runs=runs_now(table, at),
                 measured=at in table.timed,
             )
         )
@@ -378,7 +293,7 @@ class _Value:
     reason: str
 
 
-def _values(counter: _Counter) -> list[_Value]:
+def _values(counter: Layouts) -> list[_Value]:
     """Every value of every knob: the best that it allows, or why it allows nothing."""
     table = counter.table
     order, parts = _ranked(table, "time"), list[tuple[str, str, NDArray[np.bool_]]]()
@@ -397,7 +312,7 @@ def _values(counter: _Counter) -> list[_Value]:
     return found
 
 
-def _sensitivity(counter: _Counter, v: _Value, best: int) -> Sensitivity:
+def _sensitivity(counter: Layouts, v: _Value, best: int) -> Sensitivity:
     # What other values tried may be better here too.
     able = [at for at in counter.plans if v.part[at]]
     at = min(able, key=lambda at: counter.plans[at].step_s, default=None)
@@ -411,7 +326,7 @@ def _sensitivity(counter: _Counter, v: _Value, best: int) -> Sensitivity:
         else found.device_bytes,
         chosen=bool(v.part[best]),
         reason="" if found is not None else v.reason,
-        overrides=() if at is None else _overrides(counter.table, at, counter.shape),
+        overrides=() if at is None else keys_at(counter.table, at, counter.shape),
     )
 
 
