@@ -447,6 +447,7 @@ def letters(direct: bool) -> Any:
         mail.send(1, Tag(True, 7, 0), torch.zeros(1))
         gc.collect()
         alive = [ref() is not None for ref in kept]
+        comm.gather_rows("the sender has looked", torch.zeros(1))
         mail.finish()
         leave_together()
         return alive, [ref() is not None for ref in kept]
@@ -457,6 +458,7 @@ def letters(direct: bool) -> Any:
     # Not in the order of the sends: what is not asked for yet is put aside.
     seen = [float(back[1 - 1].wait()[0]), float(out[0].wait()[0, 0]), float(out[1].wait()[0, 0])]
     comm.gather_rows("the first two are taken", torch.zeros(1))
+    comm.gather_rows("the sender has looked", torch.zeros(1))
     seen += [float(b.wait()[0]) for b in back[1:]] + [float(out[2].wait()[0, 0]), float(last.wait())]
     mail.finish()
     leave_together()

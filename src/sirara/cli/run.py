@@ -21,7 +21,7 @@ from sirara.checkpoint.space import Seats
 from sirara.cli.options import WITH_OVERRIDES, json_option, overrides, say_json
 from sirara.cli.preflight import check_checkpoints, check_continues, preflight
 from sirara.cli.worker import attempt_config, leave, train_here
-from sirara.config.load import Loaded, load
+from sirara.config.load import Loaded, load, split_overrides
 from sirara.config.run_folder import RunFolder, write_durably
 from sirara.errors import CommError, ConfigError, Exit, SiraraError
 from sirara.launch.crash import AttemptFailed, exit_code_of
@@ -47,6 +47,7 @@ def run(config: str, overrides: list[str], as_json: bool, dry_run: bool) -> None
 
     Under torchrun, srun or Kubernetes this process is one of their workers and starts none.
     """
+    overrides = _under_launcher(overrides)
     loaded = load(config, overrides, os.environ)
     _go(_decided(config, overrides, _Job(loaded=loaded, run=None, as_json=as_json)), dry_run=dry_run)
 
@@ -62,6 +63,7 @@ def resume(run_name: str, overrides: list[str], as_json: bool, dry_run: bool) ->
     Overrides change its configuration from here on: `resume RUN mesh.dp=8 launch.nproc=8`.
     """
     found = RunFolder.find(run_name)
+    overrides = _under_launcher(overrides)
     loaded = load(found.config, overrides, os.environ)
     job = _decided(found.config, overrides, _Job(loaded=loaded, run=found, as_json=as_json))
     if found.committed_steps():
@@ -170,6 +172,25 @@ def _go(job: _Job, *, dry_run: bool) -> None:
         raise
     _say_result(run, result, job.as_json)
     sys.exit(_exit_code(result))
+
+
+def _under_launcher(overrides: list[str]) -> list[str]:
+    """The overrides; where another launcher has started the processes, their number is not the configuration's to say.
+
+    Raises:  ConfigError SR150 for a command line that says another number.
+    """
+    launcher = detect(os.environ)
+    if launcher is None:
+        return overrides
+    asked = dict(split_overrides(overrides)).get("launch.nproc", "auto")
+    if asked not in ("auto", str(launcher.local_world), str(launcher.world)):
+        raise ConfigError(
+            f"launch.nproc={asked}, and {launcher.kind} has started {launcher.world} processes",
+            code="SR150",
+            where="launch.nproc (command line)",
+            try_=["leave launch.nproc out", f"{asked} processes by {launcher.kind}"],
+        )
+    return [*overrides, "launch.nproc=auto"]
 
 
 def _seats(job: _Job, launcher: Launcher | None) -> Seats:

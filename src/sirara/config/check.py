@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # key, the values that run, what works now
 _RUNS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("train.precision", lambda v: v in ("fp64", "fp32", "bf16"), "fp64, fp32 and bf16"),
+    ("train.precision", lambda v: v in ("fp64", "fp32", "bf16"), "fp64, fp32 or bf16"),
     ("mesh.cp", lambda v: v == 1, "1"),
     ("mesh.ep", lambda v: v == 1, "1"),
     ("offload.optimizer", lambda v: v == "none", "none"),
@@ -48,7 +48,7 @@ def runs_now(config: "RunConfig") -> None:
                 f"{key}={as_yaml(value)} does not run yet",
                 code="SR120",
                 where=key,
-                try_=[f"works now: {now}"],
+                try_=[f"{key}={now}"],
             )
 
 
@@ -311,6 +311,14 @@ def _stages(config: "RunConfig", shape: ModelShape) -> None:
     )
 
 
+def _fewer(recipe: str | int, blocks: int) -> str | int:
+    """The recipe for no more blocks than there are."""
+    if isinstance(recipe, int):
+        return min(recipe, blocks)
+    dealt = kinds_of_blocks(recipe, stage=0, blocks=blocks)
+    return recipe_of([(kinds, len(list(same))) for kinds, same in groupby(dealt)], blocks)
+
+
 def _split(config: "RunConfig", shape: ModelShape) -> None:
     mesh, units = config.mesh, unit_specs(shape)
     owners = [rank_of(mesh.schedule, mesh.pp, stage) for stage in range(mesh.stages)]
@@ -319,14 +327,14 @@ def _split(config: "RunConfig", shape: ModelShape) -> None:
     layers, again = blocks_per_stage(split), config.train.recompute
     if not isinstance(again, list):
         if most_blocks(again) > max(layers):
-            dealt = kinds_of_blocks(again, stage=0, blocks=max(layers))
-            runs = [(kinds, len(list(same))) for kinds, same in groupby(dealt)]
-            fewer = max(layers) if isinstance(again, int) else recipe_of(runs, max(layers))
             raise ConfigError(
                 f"train.recompute={again} is more blocks than any stage has",
                 where="train.recompute",
                 why=f"layers per stage are {layers}",
-                try_=["train.recompute=full", *([f"train.recompute={fewer}"] if max(layers) else [])],
+                try_=[
+                    "train.recompute=full",
+                    *([f"train.recompute={_fewer(again, max(layers))}"] if max(layers) else []),
+                ],
             )
         return
     for stage, (recipe, blocks) in enumerate(zip(again, layers, strict=True)):
@@ -335,7 +343,9 @@ def _split(config: "RunConfig", shape: ModelShape) -> None:
                 f"train.recompute: {as_yaml(recipe)} is more blocks than stage {stage} has",
                 where="train.recompute",
                 why=f"layers per stage are {layers}",
-                try_=["train.recompute=full"],
+                try_=[
+                    f"train.recompute={as_yaml([_fewer(r, n) for r, n in zip(again, layers, strict=True)])}"
+                ],
             )
 
 

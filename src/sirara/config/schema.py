@@ -254,7 +254,8 @@ class MeshConfig(Section):
     @classmethod
     def _power_of_two(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value & (value - 1):
-            raise ValueError("is not a power of two")
+            below = 1 << value.bit_length() - 1
+            raise ValueError(f"is not a power of two; {below} and {2 * below} are")
         return value
 
     @property

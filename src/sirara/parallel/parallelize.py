@@ -9,6 +9,7 @@ blocks with one hidden state in and out, a head with the loss), and per unit the
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import torch
@@ -29,7 +30,7 @@ from sirara.pure.tree import Deal
 
 
 class Trainable(Protocol):
-    """A model that can be parallelized; its parameters may lie on the meta device.
+    """A model that can be parallelized; its parameters may lie on the meta device, its buffers are made by the user.
 
     units()  [embed, block, ..., head], called as
         embed(tokens_BL, positions_BL, key) -> x_BLD          key: DropoutKey, or None for no dropout
@@ -37,7 +38,9 @@ class Trainable(Protocol):
         head(x_BLD, targets_BL, scale) -> (objective, losses_BL)       the objective's gradient is that of
                                                                        scale * sum(losses_BL)
 
-    What only some models can do is asked for by name: `set_axis(axis)` to compute with parts of its matrices
+    Every parameter has a `TensorSpec`.  Randomness is the key's: evaluation and a block that is run again are told by
+    it, and `training` is never switched.  What only some models can do is asked for by name: `set_axis(axis)` to
+    compute with parts of its matrices
     (tensor parallelism), `split_backward()` to put weight gradients off (zero-bubble schedules, and dx before
     weight gradients in the others; without it the input half of backward does all the work),
     and of a block `recompute_modules(modules)` to keep less (of `pure.recompute.MODULES`).
@@ -144,6 +147,8 @@ def parallelize(
         flat_groups(specs, tp=comms.tp.size, tp_rank=t, sequence=layout.sequence)
         for t in range(comms.tp.size)
     )
+    for unit, module in local.items():
+        _check_table(unit, module, groups[comms.tp.rank], tp=comms.tp.size)
     zero = Zero(
         local,
         groups[comms.tp.rank],
@@ -197,6 +202,52 @@ def _played(model: Trainable, layout: Layout, *, tp: int) -> Schedule:
     """The layout's table, with dx sent early where that costs nothing and the model can split its backward."""
     early = sends_early(tp=tp, compiled=layout.compile, keeps_little=keeps_little(layout.recompute))
     return sending_early(layout.schedule) if early and hasattr(model, "split_backward") else layout.schedule
+
+
+def _check_table(unit: int, module: nn.Module, groups: Sequence[Group], *, tp: int) -> None:
+    """Holds a unit against the table of its tensors: what is not in it would be neither trained, saved nor moved.
+
+    Raises:  LayoutError that names what differs.
+    """
+    told = {
+        name: leaf.size
+        for group in groups
+        for use in group.uses
+        if use.unit == unit
+        for name, leaf in zip(use.leaves, group.leaves, strict=True)
+    }
+    real = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
+    where = f"unit {unit}, {type(module).__name__}"
+    for name in sorted(told.keys() ^ real.keys()):
+        known = name in real
+        raise LayoutError(
+            f"{name} is a parameter {'without a TensorSpec' if known else 'of a TensorSpec alone'}",
+            where=where,
+            why="a rank holds, trains and saves what the table of tensors lists",
+            try_=[f"a TensorSpec with local={name!r}" if known else f"no TensorSpec with local={name!r}"],
+        )
+    for name, size in told.items() if tp == 1 else ():
+        # A pack has a dim of its own in the table.
+        if prod(real[name]) != prod(size) or (len(real[name]) == len(size) and real[name] != tuple(size)):
+            raise LayoutError(
+                f"{name} is {list(real[name])} in the module and {list(size)} in the table of tensors",
+                where=where,
+                try_=["the same shape on both sides"],
+            )
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise LayoutError(
+                f"the buffer {name} lies on the meta device, and nothing makes it", where=where,
+                try_=["make buffers on the device, they are the user's own"],
+            )  # fmt: skip
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+            raise LayoutError(
+                f"{name} is a {type(part).__name__}: its masks come from a process's own random numbers",
+                where=where,
+                why="no other layout, no block that is run again and no resume would draw them again",
+                try_=["sirara.model.dropout with the key that the unit is called with", "p=0"],
+            )  # fmt: skip
 
 
 def _homes(layout: Layout, units: int) -> tuple[int, ...]:

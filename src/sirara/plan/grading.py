@@ -15,6 +15,8 @@ from typing import Any, cast
 from sirara.plan.stored import Expected, How, StageExpected
 
 GIB = float(1 << 30)
+WRONG_BYTES = 16 << 20
+"""Of memory: what is nearer says nothing; libraries and the allocator come and go by as much."""
 WRONG_PCT = 5.0
 """An error that is worth a word about its cause."""
 CALIBRATE_PCT = 15.0
@@ -227,7 +229,7 @@ def _wrong_memory(stages: Sequence[StageGrade]) -> Iterator[str]:
         "activations and work of a step": worst.in_step,
     }
     known = {name: pair for name, pair in terms.items() if pair is not None}
-    if abs(peak.error_pct) < WRONG_PCT or not known:
+    if abs(peak.error_pct) < WRONG_PCT or abs(peak.predicted - peak.measured) < WRONG_BYTES or not known:
         return
     name = max(known, key=lambda n: abs(known[n].predicted - known[n].measured))
     yield f"memory of stage {worst.stage}: {name}, {_sizes(known[name])}"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sirara.cli.run import _under_launcher
 from sirara.config.run_folder import RunFolder
 from sirara.errors import ConfigError, Exit
 from sirara.launch.external import Agreement, Refused, agree, detect
@@ -158,3 +159,20 @@ def test_a_requeued_slurm_job_finds_its_run_by_identity_and_another_job_does_not
         requeued = detect({**SRUN, "SLURM_PROCID": "0", **change})
         agree(requeued, MemoryStore(), lead, run_dir=tmp_path)
     assert seen == [None, run.id, None]
+
+
+def test_processes_that_another_launcher_has_started_are_not_the_configurations_to_count(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+                        "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert _under_launcher(["mesh.pp=2"]) == ["mesh.pp=2", "launch.nproc=auto"]
+    assert (
+        _under_launcher(["launch.nproc=4"])[-1]
+        == _under_launcher(["launch.nproc=2"])[-1]
+        == "launch.nproc=auto"
+    )
+    with pytest.raises(ConfigError, match="launch.nproc=3, and .* has started 4 processes"):
+        _under_launcher(["launch.nproc=3"])
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("WORLD_SIZE")
+    assert _under_launcher(["launch.nproc=3"]) == ["launch.nproc=3"]

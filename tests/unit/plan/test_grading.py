@@ -219,3 +219,13 @@ def test_grades_of_runs_before_the_load_was_kept_are_read():
     record = grade(expected(), measured()).as_record()
     del record["load"], record["cores"]
     assert RunGrade.from_record(record).load is None
+
+
+def test_memory_of_a_small_model_that_is_off_by_less_than_libraries_take_is_not_mispredicted():
+    small = tuple(replace(s, peak_bytes=5 * 2**20, between_bytes=2 * 2**20) for s in expected().stages)
+    found = replace(measured(), stages=tuple(stage(n, 1 / 1024, 0.5 / 1024) for n in (0, 1)))
+    assert grade(expected(stages=small), found).wrong == ()
+    # As far off in per cent, and by more.
+    large = tuple(replace(s, peak_bytes=500 * 2**20, between_bytes=200 * 2**20) for s in expected().stages)
+    found = replace(measured(), stages=tuple(stage(n, 0.1, 0.05) for n in (0, 1)))
+    assert len(grade(expected(stages=large), found).wrong) == 1
