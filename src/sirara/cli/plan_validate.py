@@ -72,7 +72,7 @@ def _text(v: Validation) -> list[str]:
     swept = any(r.sweeps for r in v.reports)
     ranked = f"tau {v.tau:.2f}, regret of the first choice {v.regret:.1%}" if swept else "none"
     lines += ["", f"all sweeps: {ranked}"]
-    wrong = ", ".join(v.wrong_labels) or "none"
+    wrong = f"{len(v.wrong_labels)} (rows {', '.join(v.wrong_labels)})" if v.wrong_labels else "none"
     lines.append(f"fits or not: {v.labels} rows say, wrong: {wrong}")
     reasons: dict[tuple[str, str], list[str]] = {}
     for r in v.refused:

@@ -252,6 +252,7 @@ def _what_if(found: Plan, wanted: Wanted, path: str, words: Sequence[str], chang
     return Change(
         keys=change,
         step_s=there.step_s,
+        tokens_per_s=there.tokens_per_s,
         device_bytes=there.device_bytes,
         fits=there.fits,
         runs=not there.not_run,
@@ -321,6 +322,7 @@ def _record(change: Change) -> dict[str, Any]:
     """Null for what a change that cannot be has not: JSON has no NaN."""
     return {
         "keys": change.keys, "step_s": None if change.error else change.step_s,
+        "tokens_per_s": None if change.error else change.tokens_per_s,
         "device_bytes": None if change.error else change.device_bytes, "fits": change.fits,
         "runs_now": change.runs, "measured": change.measured, "error": change.error,
     }  # fmt: skip

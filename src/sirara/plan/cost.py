@@ -22,7 +22,18 @@ from sirara.plan.collectives import cp_s, ep_s, gather_s, per_domain, pp_s, tp_s
 from sirara.plan.constants import Constants
 from sirara.plan.hardware import Table
 from sirara.plan.kernels import Block, Rates, dense_block, head, mixture_block, rates
-from sirara.plan.points import PIECES, Kind, Points, Recompute, Schedule, Sizes, Stages, sizes, stages
+from sirara.plan.points import (
+    PIECES,
+    Kind,
+    Points,
+    Recompute,
+    Schedule,
+    Sizes,
+    Stages,
+    dx_first,
+    sizes,
+    stages,
+)
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -266,11 +277,12 @@ def _step(
 def _filling(p: Points, b: Block) -> Floats:
     """Share of a plain pipeline's filling and draining that a schedule leaves: what weight gradients do not fill."""
     weights = b.weights / np.maximum(b.work(0) + b.work(1), 1e-12)
-    h1, h2 = np.maximum(0.0, 1 - weights), np.maximum(0.0, 1 - 3 * weights)
+    # (p - 1) (F + I - W) and (p - 1) (F + I - 2 W); of zb-v, whose stages are half as long, as much of a stage as of
+    # zb-h1, which is what the simulator leaves.
+    h1, h2 = np.maximum(0.0, 1 - 2 * weights), np.maximum(0.0, 1 - 3 * weights)
     zb = p.schedule
-    return np.select(
-        [zb == Schedule.ZB_H1, zb == Schedule.ZB_H2, zb == Schedule.ZB_V], [h1, h2, h2 * 0.5], 1.0
-    )
+    plain = 1 - dx_first(p) * weights
+    return np.select([zb == Schedule.ZB_H1, zb == Schedule.ZB_H2, zb == Schedule.ZB_V], [h1, h2, h1], plain)
 
 
 def _sharded(p: Points, r: Rates, z: Sizes, k: Constants, a: _Paced, e: _Paced) -> tuple[Floats, Floats]:

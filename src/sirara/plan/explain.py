@@ -311,8 +311,16 @@ def verdict_of(plan: Plan) -> str:
         f"fits, {in_words(left)} to spare{near}; most of the step is {first.replace('_', '-')} "
         f"({exposed[first] / plan.step_s:.0%}), "
         + (f"most of the waiting {second} ({waiting:.0%})" if waiting >= 0.005 else "next to no waiting")
+        + _idle(plan)
         + ("; does not run yet" if plan.not_run else "")
     )
+
+
+def _idle(plan: Plan) -> str:
+    """What data-parallel ranks without a microbatch are worth saying."""
+    t, dp = plan.config.train, int(plan.point.dp[0])
+    idle = dp - t.global_batch // t.micro_batch
+    return f"; {idle:,} of {dp:,} data-parallel ranks have no microbatch" if idle > 0 else ""
 
 
 def changes_text(plan: Plan, changes: Sequence[Change], title: str) -> str:
@@ -327,8 +335,8 @@ def changes_text(plan: Plan, changes: Sequence[Change], title: str) -> str:
         verdict += ", by formulas" if plan.how == UNITS and not c.measured else ""
         verdict += ", by measured times" if plan.how == RATES and c.measured else ""
         lines.append(
-            f"  {c.keys:<34}{duration(c.step_s):>10}{plan.step_s / c.step_s - 1:>+10.1%}{in_words(c.device_bytes):>12}"
-            f"  {verdict}"
+            f"  {c.keys:<34}{duration(c.step_s):>10}{c.tokens_per_s / plan.tokens_per_s - 1:>+10.1%}"
+            f"{in_words(c.device_bytes):>12}  {verdict}"
         )
     return "\n".join(lines)
 

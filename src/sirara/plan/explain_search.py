@@ -35,7 +35,9 @@ def search_text(found: Found) -> str:
         lines.append("numerics      nothing fits with numerics=exact; all of this is numerics=fast")
     keys = found.now_overrides or found.best_overrides
     lines += [
-        "to use it     " + " ".join(f"'{w}'" if " " in w else w for w in keys),
+        "to use it     "
+        + (f"--gpus {found.best.gpus} " if found.objective == "cost" else "")
+        + " ".join(f"'{w}'" if " " in w else w for w in keys),
         "",
         "nearest alternatives",
     ]

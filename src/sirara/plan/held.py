@@ -289,7 +289,13 @@ def _stage(
     late = sum(max(0.0, block.owed - block.kept(kinds)) for kinds in _kinds(config, counts))
     gradients = None if offloaded else _in_turn(config, rank, by_stage, held_groups, here, dealt)
     if gradients is None:
-        gradients = 0 if offloaded else _gradients(config, held_groups, here, dealt, buffers)
+        trained = [g for g in held_groups if g.trainable]
+        # Of those that go to the host two units' are here at a time, as two units' weights are.
+        gradients = (
+            sum(_two_places(config, mine, trained, dealt, last))
+            if offloaded
+            else _gradients(config, held_groups, here, dealt, buffers)
+        )
     return StageMemory(
         rank=rank,
         blocks=blocks,
@@ -331,20 +337,36 @@ def _states(config: RunConfig, group: Group) -> int:
 
 def _window(config: RunConfig, mine: Sequence[range], groups: Sequence[Group], dealt: Deal, last: int) -> int:
     """Places of gathered weights, as `parallel/window.py` lays them out."""
-    order = sorted(unit for r in mine for unit in r)
-    length: dict[int, int] = dict.fromkeys(order, 0)
+    if config.mesh.gather == "step":
+        return sum(_lengths(config, mine, groups, dealt).values())
+    return sum(_two_places(config, mine, groups, dealt, last))
+
+
+def _lengths(
+    config: RunConfig, mine: Sequence[range], groups: Sequence[Group], dealt: Deal
+) -> dict[int, int]:
+    """Bytes of each unit of a rank, whole, in the order of the model."""
+    length: dict[int, int] = dict.fromkeys(sorted(unit for r in mine for unit in r), 0)
     for g in groups:
         nbytes = g.shard_numel(dealt.dp) * dealt.dp * _bytes_of(config, g)
         for use in g.uses:
             if use.unit in length:
                 length[use.unit] += -(-nbytes // ALIGN) * ALIGN
-    if config.mesh.gather == "step":
-        return sum(length.values())
+    return length
+
+
+def _two_places(
+    config: RunConfig, mine: Sequence[range], groups: Sequence[Group], dealt: Deal, last: int
+) -> tuple[int, int]:
+    """Bytes of two places that units take in turn."""
+    length = _lengths(config, mine, groups, dealt)
+    order = list(length)
     place = {unit: n % 2 for n, unit in enumerate(order)}
     ends = order[0] == 0 and order[-1] == last
     if ends and len(order) > 2 and place[order[-1]] != place[order[0]]:
         place[order[-1]], place[order[-2]] = place[order[0]], 1 - place[order[0]]
-    return sum(max((length[u] for u in order if place[u] == p), default=0) for p in (0, 1))
+    first, second = (max((length[u] for u in order if place[u] == p), default=0) for p in (0, 1))
+    return first, second
 
 
 # ---- buffers of gradient sums

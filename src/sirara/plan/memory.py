@@ -27,6 +27,7 @@ from sirara.plan.points import (
     Schedule,
     Sizes,
     Stages,
+    dx_first,
     sizes,
     stages,
 )
@@ -191,6 +192,9 @@ def _static(p: Points, s: Stages, dense: Floats, expert: Floats) -> dict[str, Fl
     ends = s.first * z.embedding[:, None] + s.last * (np.maximum(z.head, (p.tied > 0) * z.embedding))[:, None]
     turn = some * block[:, None] + ends / p.tp[:, None]
     gradients = gradients + (p.turn_bytes * _trained(p))[:, None] * here * turn
+    # Two units' are on the device at a time, as two units' weights are.
+    most = some * block[:, None] + np.maximum(some * block[:, None], ends / p.tp[:, None])
+    gradients = gradients + ~here * most * (p.weight_bytes * _trained(p))[:, None]
     return {
         "weights": np.where(p.offload_params[:, None] > 0, 0.0, _weight_bytes(p, dense, expert)),
         "gradients": gradients,
@@ -332,10 +336,7 @@ def put_off(p: Points, s: Stages, a: dict[str, Floats], each: Floats) -> Floats:
     # Later ranks put more off: of those between the ends the last one most.
     i = np.stack([s.index[:, 0], np.maximum(s.index[:, 1], p.pp - 2), s.index[:, 2]], axis=1)
     zero_bubble = np.isin(p.schedule, (Schedule.ZB_H1, Schedule.ZB_V))[:, None]
-    cheap = [PIECES.index(piece) for piece in ("norm1", "norm2", "act")]
-    dear = (np.delete(p.again, cheap, axis=2) > 0).any(axis=(1, 2))
-    little = ((p.recompute & ~int(Recompute.NORM | Recompute.ACT)) > 0) | dear
-    early = (p.launch != Launch.FUSED) & (p.tp == 1) & (p.offload_activations == 0) & ~little
+    early = dx_first(p) & (p.offload_activations == 0)
     count = np.where(zero_bubble, np.clip(i + 1 - np.maximum(0, pp - m), 1, m), early[:, None] & (i > 0))
     ours = (p.kind == Kind.SIRARA) & (p.pp > 1)
     return ours[:, None] * count * s.blocks * np.maximum(0.0, owed_bytes(p, a)[:, None] - each)

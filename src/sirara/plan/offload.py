@@ -1,10 +1,11 @@
 """Step times with weights, optimizer state and activations on the host or its disks, and on unlike nodes.
 
-Weights of a unit come for its forward and for its backward, what a microbatch keeps goes and comes back; both run
-beside computation, over the host link and, where that is their place, over the disks that a node's devices share:
+Weights of a unit come for its forward and for its backward, what a microbatch keeps goes and comes back, and its
+gradients go where they are summed and the update reads them.  All run beside computation, over the host link and, where
+that is their place, over the disks that a node's devices share:
 
-    exposed = max(0, max(2 m (W + A) / link, 2 m (W + A on disk) / disk) - OVERLAP * computation)
-                                        W: weights that a rank holds.  A: what one microbatch keeps on the busiest stage
+    exposed = max(0, max((2 m (W + A) + m G) / link, 2 m (W + A on disk) / disk) - OVERLAP * computation)
+                     W: weights that a rank holds.  G: its gradients.  A: what one microbatch keeps on the busiest stage
     state on disk is read and written once a step, beside the host's update, which `cost.py` has:
 
     exposed = max(0, 2 S / disk - update)                                                        S: optimizer state
@@ -31,7 +32,7 @@ HOST, DISK = 1, 2
 def timed(p: Points, hardware: Table, constants: Constants) -> Times:
     """`cost.step_time`, the traffic of host links and disks included."""
     times = step_time(p, hardware, constants)
-    which = (p.offload_activations > 0) | (p.offload_params > 0) | (p.offload_optimizer == DISK)
+    which = (p.offload_activations > 0) | (p.offload_params > 0) | (p.offload_optimizer > 0)
     if not which.any():
         return times
     away = p.take(which)
@@ -43,7 +44,13 @@ def timed(p: Points, hardware: Table, constants: Constants) -> Times:
     held = memory(alone, hardware, constants)
     at, each = away.accelerator, 2 * away.microbatches
     disk = hardware.disk_bytes_per_s[at] / np.minimum(away.per_node, away.gpus)
-    moved = [(away.offload_params, each * held.weights), (away.offload_activations, each * held.activations)]
+    gradients = away.microbatches * held.weights / np.where(away.zero == 2, away.shards, 1.0)
+    moved = [
+        (away.offload_params, each * held.weights),
+        (away.offload_activations, each * held.activations),
+        # Sums are made where the update reads them, whatever its state lies on.
+        (np.minimum(away.offload_optimizer, HOST), gradients),
+    ]
     link_s = sum((place > 0) * size for place, size in moved) / hardware.host_bytes_per_s[at]
     disk_s = sum((place == DISK) * size for place, size in moved) / disk
     work = (times.matmul + times.attention + times.memory_bound + times.recompute)[which]

@@ -315,6 +315,14 @@ def concatenate(parts: list[Points]) -> Points:
     return Points(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in _NAMES})
 
 
+def dx_first(p: Points) -> NDArray[np.bool_]:
+    """[n]: whether ranks of ours send dx before they make weight gradients, as `pure.schedule.sends_early` has it."""
+    cheap = [PIECES.index(piece) for piece in ("norm1", "norm2", "act")]
+    dear = (np.delete(p.again, cheap, axis=2) > 0).any(axis=(1, 2))
+    little = ((p.recompute & ~int(Recompute.NORM | Recompute.ACT)) > 0) | dear
+    return (p.kind == Kind.SIRARA) & (p.launch != Launch.FUSED) & (p.tp == 1) & ~little
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """Parameters [n] of the parts of a model, on no layout.  `moe`: 1 where blocks are mixtures."""

@@ -29,12 +29,19 @@ from sirara.pure.families import ModelShape, parameter_count
 
 GIB = float(1 << 30)
 MIB = float(1 << 20)
+NODE_BYTES = 2e12
+"""Of a node's memory, what offloading may take where `offload.host_budget` says nothing: a DGX H100 has two TB."""
 FORMULA = "formulas, with rates of the shipped table"
 RATES = "formulas, with rates measured on this machine"
 UNITS = (
     "times of the model's own units, measured on this machine, and the executor's phases (plan/measured.py)"
 )
 FOREVER_S = 1000 * 365.25 * 86_400
+
+
+def tokens_of(config: RunConfig) -> int:
+    """Tokens of one step."""
+    return config.train.global_batch * config.data.seq_len
 
 
 def in_words(size: float) -> str:
@@ -48,6 +55,7 @@ class Change:
 
     keys: str
     step_s: float
+    tokens_per_s: float
     device_bytes: float
     fits: bool
     runs: bool
@@ -288,7 +296,7 @@ def _judged(
         times=times,
         held=ranks,
         step_s=step_s,
-        tokens_per_s=config.train.global_batch * config.data.seq_len / step_s,
+        tokens_per_s=tokens_of(config) / step_s,
         mfu=mfu,
         mfu_whole=whole,
         hfu=hfu,
@@ -349,6 +357,7 @@ def nearest(
             changes[at] = Change(
                 keys=keys,
                 step_s=float(times.step_s[n]),
+                tokens_per_s=tokens_of(config) / float(times.step_s[n]),
                 device_bytes=size,
                 fits=size <= setting.capacity_bytes and not _over(config, setting, float(used.host[n])),
                 runs=not what_does_not_run(config),
@@ -358,13 +367,22 @@ def nearest(
 
 def _over(config: RunConfig, setting: Setting, host_bytes: float) -> bool:
     """Whether that much per device is more of a node's memory than `offload.host_budget` allows."""
-    budget, devices = config.offload.host_budget, min(setting.cluster.gpus, setting.cluster.per_node)
-    return budget is not None and host_bytes * devices > budget
+    return host_bytes * min(setting.cluster.gpus, setting.cluster.per_node) > _budget(config)
+
+
+def _budget(config: RunConfig) -> float:
+    return NODE_BYTES if config.offload.host_budget is None else float(config.offload.host_budget)
 
 
 def _impossible(keys: str, why: str) -> Change:
     return Change(
-        keys=keys, step_s=float("nan"), device_bytes=float("nan"), fits=False, runs=False, error=why
+        keys=keys,
+        step_s=float("nan"),
+        tokens_per_s=float("nan"),
+        device_bytes=float("nan"),
+        fits=False,
+        runs=False,
+        error=why,
     )
 
 
@@ -406,11 +424,12 @@ def refusal(plan: Plan, changes: Sequence[Change]) -> PlanError:
 
 
 def _too_much_on_the_host(plan: Plan) -> PlanError:
-    each, budget = float(plan.memory.host[0]), float(plan.config.offload.host_budget or 0)
+    each, budget = float(plan.memory.host[0]), _budget(plan.config)
     devices = round(plan.offloaded_bytes / each)
     return PlanError(
         f"this layout does not fit: a node has to hold {in_words(plan.offloaded_bytes)} of what is offloaded, "
-        f"offload.host_budget is {in_words(budget)}",
+        f"{'a node is taken to have' if plan.config.offload.host_budget is None else 'offload.host_budget is'} "
+        f"{in_words(budget)}",
         code="SR214",
         where="offload.host_budget",
         why=f"{in_words(each)} for each of {devices} devices",
@@ -423,7 +442,7 @@ def _too_much_on_the_host(plan: Plan) -> PlanError:
 
 
 def _advice(plan: Plan, change: Change) -> str:
-    faster = plan.step_s / change.step_s - 1
+    faster = change.tokens_per_s / plan.tokens_per_s - 1
     later = "" if change.runs else "; does not run yet"
     # Auto goes as low as it must: larger blocks exchange less, so part of the difference may be theirs.
     block = f", block {change.block}" if change.block not in (0, plan.block) else ""

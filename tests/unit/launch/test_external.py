@@ -171,7 +171,7 @@ def test_processes_that_another_launcher_has_started_are_not_the_configurations_
         == _under_launcher(["launch.nproc=2"])[-1]
         == "launch.nproc=auto"
     )
-    with pytest.raises(ConfigError, match="launch.nproc=3, and .* has started 4 processes"):
+    with pytest.raises(ConfigError, match=r"launch.nproc=3, and .* has started 4 processes"):
         _under_launcher(["launch.nproc=3"])
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("WORLD_SIZE")

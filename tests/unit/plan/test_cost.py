@@ -9,8 +9,10 @@ from sirara.plan.collectives import gather_s
 from sirara.plan.constants import Constants, fitted
 from sirara.plan.cost import step_time
 from sirara.plan.hardware import DTYPES, index_of, shipped_table
-from sirara.plan.kernels import matmul, rates
+from sirara.plan.kernels import dense_block, matmul, rates
 from sirara.plan.points import Attention, Kind, Launch, Recompute, Schedule, points, sizes
+from sirara.pure.schedule import chunks_of, schedule, sending_early
+from sirara.pure.simulate import Costs, simulate
 
 GPT_175B = {
     "layers": 96, "hidden": 12288, "ffn": 49152, "heads": 96, "vocab": 51200, "seq": 2048, "micro_batch": 1,
@@ -201,3 +203,29 @@ def test_fifty_thousand_points_take_less_than_a_second():
     for _ in range(5):
         step_time(p, shipped_table(), fitted())
     assert 20_000 / (time.process_time() - began) > 50_000
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_bubbles_are_those_of_the_simulator(name, pp):
+    sizes = {"layers": 8 * pp, "hidden": 4096, "heads": 32, "ffn": 16384, "vocab": 256, "seq": 2048}
+    chunks = chunks_of(name)
+    kind = {"1f1b": Schedule.ONE_F_ONE_B, "zb-h1": Schedule.ZB_H1, "zb-v": Schedule.ZB_V}[name]
+    m = 2 * pp
+    p = points({**sizes, "pp": pp, "vpp": chunks, "schedule": int(kind), "global_batch": m, "pp_overlap": 1,
+                "attention": 2, "accelerator": index_of("a100-80gb")})  # fmt: skip
+    hardware, k = shipped_table(), fitted()
+    t = step_time(p, hardware, k)
+    b = dense_block(p, rates(p, hardware, k), k)
+    weight = float(b.weights[0]) / float(b.work(0)[0] + b.work(1)[0])
+    forward, backward = float(t.forward_s[0]), float(t.backward_s[0])
+    w = weight * (forward + backward)
+    stages = pp * chunks
+    table = schedule(name, ranks=pp, chunks=chunks, microbatches=m)
+    table = table if name != "1f1b" else sending_early(table)
+    costs = Costs.uniform(
+        stages, forward_s=forward / chunks, input_s=(backward - w) / chunks, weight_s=w / chunks
+    )
+    bubble = simulate(table, costs).makespan_s - m * (forward + backward)
+    # In units of a step: rules of thumb beside a played table.
+    assert abs(float(t.bubble[0]) - bubble) < 0.03 * m * (forward + backward), (float(t.bubble[0]), bubble)

@@ -68,11 +68,13 @@ def test_the_timeline_has_a_row_per_rank_and_waits_where_the_schedule_does(piped
 
 def test_changes_are_shown_beside_the_plan(piped):
     change = Change(
-        keys="train.micro_batch=2", step_s=piped.step_s / 2, device_bytes=GIB, fits=True, runs=False
-    )
+        keys="train.global_batch=32", step_s=piped.step_s, tokens_per_s=2 * piped.tokens_per_s, device_bytes=GIB,
+        fits=True, runs=False,
+    )  # fmt: skip
     bad = Change(
-        keys="x=1", step_s=float("nan"), device_bytes=float("nan"), fits=False, runs=False, error="no key x"
-    )
+        keys="x=1", step_s=float("nan"), tokens_per_s=float("nan"), device_bytes=float("nan"), fits=False, runs=False,
+        error="no key x",
+    )  # fmt: skip
     said = changes_text(piped, [change, bad], "what if")
     assert "+100.0%" in said and "predicted only" in said and "no key x" in said
 

@@ -11,6 +11,7 @@ from sirara.checkpoint.space import state_bytes as planned_state
 from sirara.config.schema import RunConfig
 from sirara.plan.buffers import _closed, buffers_of
 from sirara.plan.constants import fitted
+from sirara.plan.explain import verdict_of
 from sirara.plan.from_config import cluster_of
 from sirara.plan.hardware import find, table
 from sirara.plan.held import EVALUATED
@@ -292,6 +293,37 @@ def test_what_a_node_may_hold_binds():
     assert error.code == "SR214" and error.where == "offload.host_budget" and "50.0 GiB" in error.what
     changes = nearest(over, [("offload.optimizer=disk", offloaded(optimizer="disk").config, 8)])
     assert [c.fits for c in changes] == [True]
+
+
+def test_gradients_go_to_the_host_with_every_microbatch_two_units_at_a_time():
+    few = offloaded(optimizer="host", dp=1, mesh={"zero": 0})
+    # Two blocks and more of 16-bit gradients, on the device.
+    assert 2 * 2 * 0.2e9 < few.held.busiest.gradients < 2 * 2 * 0.3e9
+    short = {**PAPER, "seq": 256}
+    c = config(
+        mesh={"dp": 1, "zero": 0}, offload={"optimizer": "host"}, numerics="fast", global_batch=1024, **short
+    )
+    many = plan(c, PRESETS["llama2-7b"], setting(1, "h100-sxm"), dp=1)
+    t = many.times
+    work = float((t.matmul + t.attention + t.memory_bound + t.recompute)[0])
+    sent = 512 * 2 * parameter_count(PRESETS["llama2-7b"]) / 55e9
+    assert float(t.offload[0]) >= max(0.0, sent - 0.9 * work) > 0
+
+
+def test_without_a_budget_a_node_is_taken_to_have_two_terabytes():
+    c = config(
+        mesh={"dp": 8, "zero": 3},
+        offload={"optimizer": "host"},
+        **{**PAPER, "model": {"preset": "llama3-405b"}},
+    )
+    found = plan(c, PRESETS["llama3-405b"], setting(8, "h200"), dp=8)
+    assert found.offloaded_bytes > 4e12 and not found.fits
+    assert "a node is taken to have 1862.6 GiB" in refusal(found, []).what
+
+
+def test_ranks_without_a_microbatch_are_said():
+    found = plan(config(mesh={"dp": 16}), SHAPE, setting(16), dp=16)
+    assert "8 of 16 data-parallel ranks have no microbatch" in verdict_of(found)
 
 
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
