@@ -174,6 +174,9 @@ def _searched(
             )
         )
     if ways:
+        if ways[0].fits and ways[0].runs and ways[0].step_s < (best.best_now or best.best).step_s:
+            said = "unlike nodes  the first way at the end is faster than the best below, all as the slowest kind"
+            more.insert(0, f"{said}: use its keys")
         more.append(arranged_text(ways))
     elif setting.counts:
         more.append(f"unlike nodes\n  {_why_no_ways(setting, None, ways)}")
