@@ -48,7 +48,7 @@ def buffers_of(dealt: Deal, *, lean: bool, fast: bool, same: bool) -> Buffers:
         if dealt.dp == 1:
             return Buffers(full_sum=1)
         more = lean and dealt.places > 1
-        return Buffers(full_sum=not lean, once_sum=lean, shard_sum=2 if more else 1)
+        return Buffers(full_sum=not lean, once_sum=lean, shard_sum=1, once_shard_sum=int(more))
     leaf = leaf_kind(dealt, same=same)
     if dealt.microbatches > MOST_PLAYED and dealt.dp > 1:
         return _closed(dealt, leaf, lean=lean)

@@ -376,6 +376,7 @@ def _gradients(config: RunConfig, groups: Sequence[Group], here: Here, dealt: De
     """Bytes of all sums of a rank; from ZeRO 2 on full buffers are shared, and two units have them at a time."""
     sums, cut = _sum_bytes(config), config.mesh.zero >= 2
     uses = Counter[tuple[int, int]]()
+    units = {use.unit for g in groups for use in g.uses if here(use.unit)}
     for g in groups:
         if g.trainable:
             uses[g.shard_numel(dealt.dp), _bytes_of(config, g)] += sum(here(use.unit) for use in g.uses)
@@ -384,7 +385,8 @@ def _gradients(config: RunConfig, groups: Sequence[Group], here: Here, dealt: De
         full = shard * dealt.dp
         if count == 1 and cut and config.numerics != "fast" and dealt.microbatches <= MOST_PLAYED:
             # Nobody of its size takes turns with it; its exchange ends when the next unit of its chunk begins one.
-            groups_of = ((0, 0, shard), (0, 1, 0)) if config.mesh.chunks == 1 else ((0, 0, shard),)
+            others = config.mesh.chunks == 1 and len(units) > 1
+            groups_of = ((0, 0, shard), (0, 1, 0)) if others else ((0, 0, shard),)
             kind = leaf_kind(dealt, same=_same(config))
             alone = made_in_turn((0,) * dealt.places, groups_of, dealt, kind, lean=True)
             total += _bytes_made(alone, dealt.dp, leaf, sums)
@@ -440,7 +442,7 @@ def _in_turn(
 
 def _guests(config: RunConfig, groups: Sequence[Group], here: Here, dealt: Deal) -> int:
     """Bytes of shards that arrive from another rank's use of the same weights, where they are added."""
-    if config.mesh.zero >= 2 or dealt.dp == 1:
+    if config.mesh.zero >= 2 or (dealt.dp == 1 and config.numerics != "fast"):
         return 0
     tied = (
         g for g in groups if g.trainable and here(g.uses[0].unit) and not all(here(u.unit) for u in g.uses)

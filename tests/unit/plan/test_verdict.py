@@ -131,6 +131,27 @@ def test_sums_of_chunks_are_those_of_the_real_ranks_at_every_stage():
             assert stage.gradients == pytest.approx(real, rel=1e-3), (schedule, zero, vocab, dp, stage.rank)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("dp", "zero"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_fast_sums_are_those_of_the_real_ranks(dp, zero, tied):
+    sizes = {"family": "llama", "layers": 8, "hidden": 256, "heads": 4, "vocab": 4096, "max_seq": 16}
+    sizes |= {"tie_embeddings": tied}
+    c = config(model=sizes, mesh={"pp": 4, "dp": dp, "zero": zero}, numerics="fast", precision="fp32")
+    for stage in plan(c, ModelShape(**sizes), setting(4 * dp), dp=dp).held.stages:
+        real = trace(c, ModelShape(**sizes), rank=dp * stage.rank).held["gradients and exchange"]
+        assert stage.gradients == pytest.approx(real, rel=1e-3), stage.rank
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_head_alone_on_its_stage_has_two_buffers(zero, precision):
+    sizes = {"family": "llama", "layers": 8, "hidden": 256, "heads": 4, "vocab": 32000, "max_seq": 16}
+    c = config(model=sizes, mesh={"pp": 2, "dp": 2, "zero": zero, "block": 1}, precision=precision)
+    for stage in plan(c, ModelShape(**sizes), setting(4), dp=2).held.stages:
+        real = trace(c, ModelShape(**sizes), rank=2 * stage.rank).held["gradients and exchange"]
+        assert stage.gradients == pytest.approx(real, rel=1e-3), stage.rank
+
+
 def test_blocks_hold_as_many_buffers_as_they_are_deep():
     for k in range(1, 5):
         dealt = deal(1 << k, 1, 1 << k)
