@@ -16,6 +16,7 @@ from sirara.config.load import Loaded, load, model_shape
 from sirara.config.schema import RunConfig
 from sirara.data.sources import tokenizer_of
 from sirara.errors import ConfigError, PlanError, SiraraError
+from sirara.plan.advice import Change, nearest, refusal
 from sirara.plan.explain import SOURCES, changes_text, hours, text
 from sirara.plan.explain_search import search_record, search_text
 from sirara.plan.from_config import cluster_of, degree_of_dp
@@ -24,7 +25,7 @@ from sirara.plan.offload import slowest
 from sirara.plan.page import as_html
 from sirara.plan.search import Found, search, smaller
 from sirara.plan.unlike import Arranged, arranged_text, arrangements, searched, why_none
-from sirara.plan.verdict import RATES, UNITS, Change, Plan, Setting, nearest, plan, refusal
+from sirara.plan.verdict import RATES, UNITS, Plan, Setting, plan
 from sirara.pure.families import ModelShape
 
 PLANNED = 7

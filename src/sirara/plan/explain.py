@@ -6,9 +6,10 @@ draw.py; a search is in explain_search.py.
 
 from collections.abc import Iterator, Sequence
 
+from sirara.plan.advice import Change
 from sirara.plan.held import StageMemory
 from sirara.plan.residuals import Residual
-from sirara.plan.verdict import GIB, MIB, RATES, UNITS, Change, Plan, in_words
+from sirara.plan.verdict import GIB, MIB, RATES, UNITS, Plan, in_words
 from sirara.pure.schedule import Kind
 from sirara.pure.simulate import Costs, Result, simulate
 

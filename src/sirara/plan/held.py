@@ -1,13 +1,12 @@
 """What each pipeline rank of one layout holds between and during steps, counted with the executor's own rules.
 
     units of a stage     pure/split.py          flat groups, shards, padding      pure/groups.py
-    alive microbatches   pure/simulate.py       buffers of the reduction tree     pure/tree.py, played here
+    alive microbatches   pure/simulate.py       gradient sums                     sums.py
 
 What blocks keep for backward comes from `memory.py`, asked for a stage of one block and one of two.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,22 +15,20 @@ from numpy.typing import NDArray
 
 from sirara.config.check import frozen_names
 from sirara.config.schema import RunConfig
-from sirara.plan.buffers import MOST_IN_TURN, MOST_PLAYED, Buffers, buffers_of, leaf_kind, made_in_turn
 from sirara.plan.constants import Constants
 from sirara.plan.from_config import AUTO_DEPTH, STATES, WEIGHT_BYTES, plays_early, stage_units
 from sirara.plan.hardware import Table
 from sirara.plan.memory import ON_DEVICE, activations, head_kept, let_go, memory, owed_bytes
 from sirara.plan.own import OwnBytes, own_bytes
 from sirara.plan.points import Points, concatenate, pieces_of
+from sirara.plan.sums import bytes_of, gradient_sums, sum_bytes
 from sirara.pure.families import ModelShape, UnitSpec, unit_specs, with_frozen
 from sirara.pure.groups import ALIGN, Group, flat_groups
 from sirara.pure.recompute import Kinds, kinds_of_blocks
-from sirara.pure.schedule import Action, Kind, Schedule, rank_of, schedule, sending_early
+from sirara.pure.schedule import Schedule, rank_of, schedule, sending_early
 from sirara.pure.simulate import Costs, simulate
 from sirara.pure.tree import Deal, deal
 
-Here = Callable[[int], bool]
-"""Whether a unit is on a rank."""
 MOST_SIMULATED = 2
 """Microbatches per stage that are played at most: what is alive at once does not grow after them."""
 
@@ -135,11 +132,8 @@ def held(config: RunConfig, shape: ModelShape, point: Points, hardware: Table, c
     own = own_bytes(config, shape, tp=tp, weight=_weight_bytes(config), on_cpu=hardware.on_cpu[0])
     if own is not None:
         block = _counted(own, block, offloaded=config.offload.activations != "none")
-    buffers = buffers_of(dealt, lean=m.zero >= 2, fast=config.numerics == "fast", same=_same(config))
     stages = tuple(
-        _stage(
-            config, rank, split, groups, dealt, buffers, block, alive[rank] / m.chunks, owed[rank] / m.chunks
-        )
+        _stage(config, rank, split, groups, dealt, block, alive[rank] / m.chunks, owed[rank] / m.chunks)
         for rank in range(m.pp)
     )
     here = max(
@@ -172,10 +166,6 @@ def specs_of(config: RunConfig, shape: ModelShape) -> tuple[UnitSpec, ...]:
     """The model's units, frozen tensors marked."""
     units = unit_specs(shape)
     return with_frozen(units, frozen_names(config.train.freeze, units)) if config.train.freeze else units
-
-
-def _same(config: RunConfig) -> bool:
-    return config.train.precision in ("fp64", "fp32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +243,6 @@ def _stage(
     split: Sequence[range],
     groups: Sequence[Group],
     dealt: Deal,
-    buffers: Buffers,
     block: _Block,
     alive: float,
     owed: float,
@@ -271,10 +260,10 @@ def _stage(
     offloaded = config.offload.optimizer != "none"
     # Weights on the host come unit by unit, as gathered ones do.
     gathers = m.zero >= 3 or config.offload.params != "none"
-    sums = _sum_bytes(config)
+    sums = sum_bytes(config)
     for g in held_groups:
         shard = g.shard_numel(dealt.dp)
-        own = _bytes_of(config, g)
+        own = bytes_of(config, g)
         weights += (config.offload.params == "none") * own * shard * (1 if m.zero >= 3 else dealt.dp)
         updated = shard * (dealt.dp if m.zero == 0 else 1)
         if g.trainable and here(g.uses[0].unit) and not offloaded:
@@ -287,15 +276,12 @@ def _stage(
     beside = (m.pp > 1) * 2 * block.boundary + here(last) * max(0.0, alive - 1) * block.head
     # What is owed is kept already where a block is not made again.
     late = sum(max(0.0, block.owed - block.kept(kinds)) for kinds in _kinds(config, counts))
-    gradients = None if offloaded else _in_turn(config, rank, by_stage, held_groups, here, dealt)
-    if gradients is None:
+    if offloaded:
+        # Two units' are here at a time, as two units' weights are.
         trained = [g for g in held_groups if g.trainable]
-        # Of those that go to the host two units' are here at a time, as two units' weights are.
-        gradients = (
-            sum(_two_places(config, mine, trained, dealt, last))
-            if offloaded
-            else _gradients(config, held_groups, here, dealt, buffers)
-        )
+        gradients = sum(_two_places(config, mine, trained, dealt, last))
+    else:
+        gradients = gradient_sums(config, rank, by_stage, held_groups, here, dealt)
     return StageMemory(
         rank=rank,
         blocks=blocks,
@@ -325,11 +311,6 @@ def _kinds(config: RunConfig, counts: Mapping[int, int]) -> Iterator[Kinds]:
         yield from kinds_of_blocks(config.train.recompute, stage=stage, blocks=blocks)
 
 
-def _bytes_of(config: RunConfig, group: Group) -> int:
-    known = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-    return known[group.dtype] if group.dtype else WEIGHT_BYTES[config.train.precision]
-
-
 def _states(config: RunConfig, group: Group) -> int:
     matrices = group.decay and group.unit > 0 and "block" in group.name
     return 1 if config.train.optimizer.name == "muon" and matrices else STATES[config.train.optimizer.name]
@@ -348,7 +329,7 @@ def _lengths(
     """Bytes of each unit of a rank, whole, in the order of the model."""
     length: dict[int, int] = dict.fromkeys(sorted(unit for r in mine for unit in r), 0)
     for g in groups:
-        nbytes = g.shard_numel(dealt.dp) * dealt.dp * _bytes_of(config, g)
+        nbytes = g.shard_numel(dealt.dp) * dealt.dp * bytes_of(config, g)
         for use in g.uses:
             if use.unit in length:
                 length[use.unit] += -(-nbytes // ALIGN) * ALIGN
@@ -367,110 +348,3 @@ def _two_places(
         place[order[-1]], place[order[-2]] = place[order[0]], 1 - place[order[0]]
     first, second = (max((length[u] for u in order if place[u] == p), default=0) for p in (0, 1))
     return first, second
-
-
-# ---- buffers of gradient sums
-
-
-def _gradients(config: RunConfig, groups: Sequence[Group], here: Here, dealt: Deal, buffers: Buffers) -> int:
-    """Bytes of all sums of a rank; from ZeRO 2 on full buffers are shared, and two units have them at a time."""
-    sums, cut = _sum_bytes(config), config.mesh.zero >= 2
-    uses = Counter[tuple[int, int]]()
-    units = {use.unit for g in groups for use in g.uses if here(use.unit)}
-    for g in groups:
-        if g.trainable:
-            uses[g.shard_numel(dealt.dp), _bytes_of(config, g)] += sum(here(use.unit) for use in g.uses)
-    total = _guests(config, groups, here, dealt)
-    for (shard, leaf), count in uses.items():
-        full = shard * dealt.dp
-        if count == 1 and cut and config.numerics != "fast" and dealt.microbatches <= MOST_PLAYED:
-            # Nobody of its size takes turns with it; its exchange ends when the next unit of its chunk begins one.
-            others = config.mesh.chunks == 1 and len(units) > 1
-            groups_of = ((0, 0, shard), (0, 1, 0)) if others else ((0, 0, shard),)
-            kind = leaf_kind(dealt, same=_same(config))
-            alone = made_in_turn((0,) * dealt.places, groups_of, dealt, kind, lean=True)
-            total += _bytes_made(alone, dealt.dp, leaf, sums)
-            continue
-        each = shard * (buffers.shard_leaf * leaf + buffers.shard_sum * sums)
-        each += full * (buffers.full_leaf * leaf + buffers.full_sum * sums)
-        # ZeRO 0 gathers the summed shards again: in a buffer that sums were made in, where there is one.
-        each += full * sums * (config.mesh.zero == 0 and dealt.dp > 1 and not buffers.full_sum)
-        once = full * (buffers.once_leaf * leaf + buffers.once_sum * sums)
-        once += shard * (buffers.once_shard_leaf * leaf + buffers.once_shard_sum * sums)
-        total += count * each + once
-    return total
-
-
-def _bytes_made(made: Mapping[tuple[int, str, str], int], dp: int, leaf: int, sums: int) -> int:
-    return sum(
-        n * shard * (dp if size == "full" else 1) * (leaf if kind == "leaf" else sums)
-        for (shard, size, kind), n in made.items()
-    )
-
-
-def _in_turn(
-    config: RunConfig, rank: int, mine: Mapping[int, range], groups: Sequence[Group], here: Here, dealt: Deal
-) -> int | None:
-    """`_gradients` of a rank with several chunks, which take each other's buffers; None where that is not played."""
-    m = config.mesh
-    uses = [
-        (stage, g, use.unit) for stage, units in mine.items() for g in groups if g.trainable
-        for use in g.uses if use.unit in units
-    ]  # fmt: skip
-    plain = config.numerics != "fast" and len({_bytes_of(config, g) for _, g, _ in uses}) == 1
-    if m.chunks == 1 or not plain or dealt.places * len(uses) > MOST_IN_TURN:
-        return None
-    sums, leaf = _sum_bytes(config), _bytes_of(config, uses[0][1])
-    turns = _turns(m.schedule, m.pp, m.chunks, dealt.places, plays_early(config))[rank]
-    order = sorted(uses, key=lambda use: -use[2])
-    made = made_in_turn(
-        turns,
-        tuple((_turn(stage, embedding=unit == 0), unit, g.shard_numel(dealt.dp)) for stage, g, unit in order),
-        dealt,
-        leaf_kind(dealt, same=_same(config)),
-        lean=m.zero >= 2,
-    )
-    if m.zero == 0 and dealt.dp > 1:
-        # Every group's shards are gathered again, in a full buffer of its own.
-        own = Counter(g.shard_numel(dealt.dp) for _, g, _ in uses)
-        made = {
-            **made,
-            **{(n, "full", "sum"): max(made.get((n, "full", "sum"), 0), c) for n, c in own.items()},
-        }
-    return _guests(config, groups, here, dealt) + _bytes_made(made, dealt.dp, leaf, sums)
-
-
-def _guests(config: RunConfig, groups: Sequence[Group], here: Here, dealt: Deal) -> int:
-    """Bytes of shards that arrive from another rank's use of the same weights, where they are added."""
-    if config.mesh.zero >= 2 or (dealt.dp == 1 and config.numerics != "fast"):
-        return 0
-    tied = (
-        g for g in groups if g.trainable and here(g.uses[0].unit) and not all(here(u.unit) for u in g.uses)
-    )
-    return sum(g.shard_numel(dealt.dp) * _sum_bytes(config) for g in tied)
-
-
-@lru_cache(maxsize=64)
-def _turns(name: str, ranks: int, chunks: int, microbatches: int, early: bool) -> tuple[tuple[int, ...], ...]:
-    """By rank, its stages, as `_turn` numbers them, in the order in which it makes weight gradients in them."""
-    table = schedule(name, ranks=ranks, chunks=chunks, microbatches=microbatches)
-    table = sending_early(table) if early else table
-    late, first = (Kind.BACKWARD, Kind.WEIGHT), (Kind.BACKWARD, Kind.INPUT)
-
-    def turns(row: Sequence[Action]) -> Iterator[int]:
-        for action in row:
-            if action.kind in late:
-                yield _turn(action.stage, embedding=False)
-            if action.kind in first and action.stage == 0:
-                yield _turn(action.stage, embedding=True)
-
-    return tuple(tuple(turns(row)) for row in table.rows)
-
-
-def _turn(stage: int, *, embedding: bool) -> int:
-    """An embedding's gradient is not put off: it is a turn of its own."""
-    return 2 * stage + embedding
-
-
-def _sum_bytes(config: RunConfig) -> int:
-    return 8 if config.train.precision == "fp64" else 4

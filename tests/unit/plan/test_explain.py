@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from sirara.plan.advice import Change
 from sirara.plan.exact import configured
 from sirara.plan.explain import (
     bar,
@@ -18,7 +19,7 @@ from sirara.plan.explain import (
     verdict_of,
 )
 from sirara.plan.residuals import MARGIN, bars
-from sirara.plan.verdict import FOREVER_S, GIB, Change, plan
+from sirara.plan.verdict import FOREVER_S, GIB, plan
 from tests.unit.plan.test_search import setting
 
 

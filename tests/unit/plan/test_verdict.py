@@ -9,6 +9,7 @@ import pytest
 from sirara.checkpoint.space import Seats, planned_needs
 from sirara.checkpoint.space import state_bytes as planned_state
 from sirara.config.schema import RunConfig
+from sirara.plan.advice import nearest, refusal
 from sirara.plan.buffers import _closed, buffers_of
 from sirara.plan.constants import fitted
 from sirara.plan.explain import verdict_of
@@ -19,9 +20,7 @@ from sirara.plan.saved import host_bytes, state_bytes
 from sirara.plan.verdict import (
     GIB,
     Setting,
-    nearest,
     plan,
-    refusal,
     what_does_not_run,
 )
 from sirara.pure.families import PRESETS, parameter_count, unit_specs
