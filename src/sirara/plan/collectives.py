@@ -27,19 +27,21 @@ def _bandwidth(r: Rates, k: Constants, ranks: Floats, per_domain: Floats, size: 
 
 
 def gather_s(r: Rates, k: Constants, size: Floats, ranks: Floats, per_domain: Floats) -> Floats:
-    """An all-gather or reduce-scatter whose whole tensor has `size` bytes."""
-    steps = c.UP_LATENCY_S * np.log2(np.maximum(1.0, np.minimum(ranks, per_domain)))
+    """An all-gather or reduce-scatter whose whole tensor has `size` bytes, as a ring: ranks - 1 steps."""
     nodes = np.maximum(1.0, ranks / per_domain)
-    steps = steps + c.OUT_LATENCY_S * np.log2(nodes)
+    steps = c.RING_S + c.UP_STEP_S * (ranks - nodes) + c.OUT_STEP_S * (nodes - 1)
     rate = _bandwidth(r, k, ranks, per_domain, np.maximum(size, 1.0))
     return np.where(ranks > 1, steps + (ranks - 1) / ranks * size / rate, 0.0)
 
 
-def _all_reduce_s(r: Rates, k: Constants, size: Floats, ranks: Floats, per_domain: Floats) -> Floats:
+def all_reduce_s(r: Rates, k: Constants, size: Floats, ranks: Floats, per_domain: Floats) -> Floats:
     """An all-reduce of `size` bytes: a ring; or sums in each node, sums of each port's share over nodes, and back."""
     ring = 2 * gather_s(r, k, size, ranks, per_domain)
     inside = gather_s(r, k, size, per_domain, per_domain)
-    across = gather_s(r, k, size / per_domain, ranks / per_domain, np.ones(len(size)))
+    nodes = np.maximum(1.0, ranks / per_domain)
+    # Over nodes NCCL takes trees where a ring has more steps than it is worth.
+    across = gather_s(r, k, size / per_domain, nodes, np.ones(len(size)))
+    across = across - c.OUT_STEP_S * np.maximum(0.0, nodes - 1 - np.log2(nodes))
     return np.where(ranks > per_domain, np.minimum(ring, 2 * (inside + across)), ring)
 
 
@@ -54,7 +56,7 @@ def tp_s(p: Points, r: Rates, k: Constants) -> Floats:
     within = per_domain(r.domain, np.ones(len(p)), p.tp)
     # With sequence parallelism the same volume goes as gathers and scattered sums, which are rings.
     rings = 2 * gather_s(r, k, size, p.tp, within)
-    return 2 * np.where(p.sequence_parallel > 0, rings, _all_reduce_s(r, k, size, p.tp, within))
+    return 2 * np.where(p.sequence_parallel > 0, rings, all_reduce_s(r, k, size, p.tp, within))
 
 
 def tp_waits_s(p: Points, k: Constants) -> Floats:

@@ -15,13 +15,19 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-# Read, not fitted.  Half-saturation of bus bandwidth and latency of one step: tables of stas00/ml-engineering, network
-# README (8 x A100: 18 GB/s at 1 MiB, 110 at 8, 171 at 64, 229 at 1 GiB; 4 x 8 B200: 157 at 64 MiB, 362 at 1 GiB).
+# Read, not fitted.  Half-saturation of bus bandwidth: tables of stas00/ml-engineering, network README (8 x A100:
+# 18 GB/s at 1 MiB, 110 at 8, 171 at 64, 229 at 1 GiB; 4 x 8 B200: 157 at 64 MiB, 362 at 1 GiB).
 UP_HALF_BYTES = 1.5e6
 OUT_HALF_BYTES = 2e6
 """Times the ranks of the group: a ring is at half of its rate when each rank's piece has this size."""
 UP_LATENCY_S = 6e-6
 OUT_LATENCY_S = 12e-6
+"""A message to another device, over links and over the network."""
+RING_S = 10e-6
+UP_STEP_S = 1.9e-6
+OUT_STEP_S = 4e-6
+"""A ring's start, and each of its steps over links and over the network: what NCCL's own choice of algorithms takes
+for rings of its LL128 protocol (src/graph/tuning.cc)."""
 WAVE_S = 1.4e-6
 """What a wave of tiles takes beside its products: first loads and last stores."""
 KERNEL_S = 2.5e-6

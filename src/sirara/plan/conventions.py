@@ -13,6 +13,7 @@ import numpy as np
 
 from sirara.errors import ConfigError
 from sirara.plan.hardware import DTYPES, find, index_of
+from sirara.plan.named import SHAPE, known
 from sirara.plan.points import Attention, Kind, Launch, Loss, Recompute, Schedule
 
 Columns = dict[str, Any]
@@ -20,21 +21,6 @@ Columns = dict[str, Any]
 
 class Refused(Exception):
     """A row that cannot be predicted; the message is the reason."""
-
-
-# What the named models are beyond the columns: latent attention, shared experts, windows.  Source: their config.json
-# on the Hugging Face hub, as in configs/models of github.com/MooreThreads/SimuMax.
-_LATENT = {"q_rank": 1536, "kv_rank": 512, "rope_dim": 64, "head_dim": 128}
-_MODELS: tuple[tuple[str, dict[str, float]], ...] = (
-    (r"deepseek[ _-]?v3", {**_LATENT, "shared_ffn": 2048, "dense_layers": 3, "dense_ffn": 18432, "predict_ahead": 1,
-                           "node_limit": 4}),
-    (r"deepseek[ _-]?v2", {**_LATENT, "shared_ffn": 3072, "dense_layers": 1, "dense_ffn": 12288, "node_limit": 3}),
-    (r"kimi[ _-]?k2", {**_LATENT, "shared_ffn": 2048, "dense_layers": 1, "dense_ffn": 18432, "layers": 61,
-                       "hidden": 7168, "ffn": 2048, "heads": 64, "kv_heads": 64, "vocab": 163840, "experts": 384,
-                       "topk": 8}),
-    (r"gpt[ _-]?oss", {"head_dim": 64, "bias": 1, "window": 128, "window_share": 0.5}),
-    (r"qwen3", {"head_dim": 128}),
-)  # fmt: skip
 
 
 def columns_of(row: Mapping[str, str], assumed: list[str]) -> Columns:
@@ -84,9 +70,9 @@ def _stated(row: Mapping[str, str]) -> None:
         text = row.get(key)
         if text and not 0 < number(text) < float("inf"):
             raise Refused(f"{key} is {text!r}")
-    for key, known in _KNOWN.items():
+    for key, words in _KNOWN.items():
         text = (row.get(key) or "").strip().lower()
-        if text and not re.fullmatch(known, text, re.DOTALL):
+        if text and not re.fullmatch(words, text, re.DOTALL):
             raise Refused(f"{key} {row.get(key)!r} is not predicted")
 
 
@@ -133,18 +119,18 @@ def _framework(row: Mapping[str, str]) -> str:
 
 
 def _model(row: Mapping[str, str], c: Columns, framework: str, assumed: list[str]) -> None:
-    extra: dict[str, float] = {}
     name = (row.get("model") or "").lower()
-    for pattern, found in _MODELS:
-        if re.search(pattern, name):
-            extra = found
-            break
-    for key in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "experts", "topk", "seq"):
-        value = number(row.get(key))
-        if np.isnan(value) and key in extra:
-            value = extra[key]
-            assumed.append(f"{key} of the model's published configuration")
-        c[key] = value
+    extra = known(name)
+    for key in (*SHAPE, "seq"):
+        c[key] = number(row.get(key))
+    # A row that states its shape is taken at its word; what it leaves out of it is not of another model then.
+    whole = np.isnan(c["layers"]) and np.isnan(c["hidden"])
+    for key in SHAPE:
+        if whole and np.isnan(c[key]) and key in extra:
+            c[key] = extra[key]
+            assumed.append(f"{key} {extra[key]:.0f}, of the model's published configuration")
+    if re.search(r"nemotron[ _-]*(3|v3|h)([ _-]|$)|mamba|jamba|zamba|falcon[ _-]?h1", name):
+        raise Refused("blocks of Mamba are not predicted")
     if np.isnan(c["layers"]) or np.isnan(c["hidden"]):
         raise Refused("layers and hidden are not stated")
     old = framework in ("old", "zb", "offload")
@@ -239,6 +225,9 @@ def _layout(row: Mapping[str, str], c: Columns, framework: str, assumed: list[st
     c["split_counts_ends"] = float(
         c["pp"] > 1 and (not even or "one layer fewer" in notes or "type:transformer|embedding" in notes)
     )
+    # Nanotron counts products: those of a block, and of the head, which is on the last stage.
+    block = 2 * (1 + c["kv_heads"] / c["heads"] if c["kv_heads"] else 2) * c["hidden"] + 3 * c["ffn"]
+    c["head_blocks"] = c["vocab"] / block if framework == "nanotron" else 0.0
 
 
 def _conventions(row: Mapping[str, str], c: Columns, framework: str, assumed: list[str]) -> None:
@@ -305,7 +294,8 @@ def _bytes(row: Mapping[str, str], c: Columns, framework: str) -> None:
         pure = "pure" in (row.get("schedule_or_impl") or "").lower()
         reduce = 2.0 if pure or framework == "automodel" else 4.0
     elif framework == "nanotron":
-        grad = 6.0
+        # Beside fp32 sums, the 16-bit buckets of torch's DDP, where there is one.
+        grad = 6.0 if c["dp"] > 1 else 4.0
     c["weight_bytes"], c["gather_bytes"], c["grad_bytes"] = weight, gather, grad
     c["optim_bytes"], c["reduce_bytes"] = optim, reduce
     c["dummy_bytes"] = 2.0 if framework in ("te-plain", "bridge", "nemo", "megatron") else 0.0

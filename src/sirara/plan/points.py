@@ -118,6 +118,7 @@ _DEFAULTS: dict[str, float] = {
     # the layout
     "tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "dp": 1, "zero": 0, "micro_batch": 1, "global_batch": 1,
     "recompute": 0, "recompute_share": 1, "again": 0, "schedule": 1, "sequence_parallel": 0, "split_counts_ends": 0,
+    "head_blocks": 0,
     # how it is computed
     "dtype": DTYPES.index("bf16"), "attention": 0, "launch": 0, "loss": 0,
     "tp_overlap": 0, "dp_overlap": 0, "ep_overlap": 0, "pp_overlap": 0, "scatter_gather": 0, "dedup": 0,
@@ -148,7 +149,9 @@ class Points:
     may be on, 0: any.  window, window_share: tokens that windowed
     layers see, and their share.
     sequence_parallel: what lies between tensor-parallel layers is split over tp.  split_counts_ends: embedding and
-    head count as one layer each in the split over stages.  recompute_share: share of the blocks that recompute.
+    head count as one layer each in the split over stages.  head_blocks: the head counts as so many blocks in a split
+    that fills a stage until its share is reached, 0: blocks are dealt evenly.  recompute_share: share of the blocks
+    that recompute.
     again [n, 3, piece]: share of the blocks of the first, a middle and the last stage that make a piece of `PIECES`
     again, beside what `recompute` says.
     tp_overlap .. pp_overlap: whether that traffic runs beside computation.  scatter_gather: a boundary tensor crosses
@@ -205,6 +208,7 @@ class Points:
     schedule: NDArray[np.int64]
     sequence_parallel: Floats
     split_counts_ends: Floats
+    head_blocks: Floats
     dtype: NDArray[np.int64]
     attention: NDArray[np.int64]
     launch: NDArray[np.int64]
@@ -412,6 +416,13 @@ def stages(p: Points) -> Stages:
     even = (layers % pp == 0) & (p.split_counts_ends == 0)
     first, last = np.where(even, layers / pp, first), np.where(even, layers / pp, last)
     middle = np.where(even, layers / pp, middle)
+    # By cost: stage i ends with the block at which (i + 1) / pp of blocks and head are reached.
+    by_cost = (p.head_blocks > 0) & (pp > 1)
+    units = layers + p.head_blocks
+    reached = np.minimum(layers, np.ceil(units / pp - 1e-9))
+    rest = layers - np.minimum(layers, np.ceil((pp - 1) * units / pp - 1e-9))
+    first, last = np.where(by_cost, reached, first), np.where(by_cost, rest, last)
+    middle = np.where(by_cost & (pp > 2), np.minimum(reached, layers - first), middle)
     blocks = np.stack([first, middle, last], axis=1)
     moe = (p.experts > 0)[:, None]
     dense = np.stack([np.minimum(p.dense_layers, first), np.zeros(n), np.zeros(n)], axis=1)

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from sirara.plan.collectives import gather_s
+from sirara.plan.collectives import all_reduce_s, gather_s
 from sirara.plan.constants import Constants, fitted
 from sirara.plan.cost import step_time
 from sirara.plan.hardware import DTYPES, index_of, shipped_table
@@ -194,6 +194,16 @@ def test_gather_of_a_small_message_is_far_from_the_bandwidth_of_a_large_one():
     eight = np.array([8.0])
     small, large = (s / gather_s(r, k, np.array([s]), eight, eight)[0] for s in (1e5, 1e9))
     assert large > 10 * small
+
+
+def test_a_ring_has_a_step_for_each_other_rank_and_a_tree_over_nodes_fewer():
+    p = points({"accelerator": index_of("h100-sxm"), "hidden": 64, "heads": 1})
+    r, k = rates(p, shipped_table(), fitted()), fitted()
+    ranks, within, small = np.array([1024.0, 2048.0]), np.array([8.0, 8.0]), np.array([8.0, 8.0])
+    half, whole = gather_s(r, k, small, ranks, within)
+    assert whole - half == pytest.approx(128 * 4e-6 + (1024 - 128) * 1.9e-6, rel=1e-3)
+    less, more = all_reduce_s(r, k, small, ranks, within)
+    assert 2 * 4e-6 < more - less < 10 * 4e-6
 
 
 def test_fifty_thousand_points_take_less_than_a_second():

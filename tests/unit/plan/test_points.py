@@ -64,6 +64,14 @@ def test_no_block_is_lost_or_held_twice_by_a_split(ends):
     assert (most <= np.ceil((p.layers + 2 * ends) / p.pp)).all()
 
 
+def test_a_split_by_cost_fills_a_stage_until_its_share_is_reached_and_the_head_has_its_own():
+    # Worked by hand: 16 blocks and a head of four are 20, ten to a stage; 80 and 1.1 over 16 are 5.07 to a stage.
+    s = stages(
+        points({"layers": [16, 80], "pp": [2, 16], "head_blocks": [4.0, 1.1], "hidden": 64, "heads": 1})
+    )
+    assert (s.blocks * (s.count > 0)).tolist() == [[10, 0, 6], [6, 6, 3]]
+
+
 def test_embedding_and_head_that_count_as_layers_make_the_end_stages_shorter():
     s = stages(points({"layers": 70, "pp": 12, "split_counts_ends": 1, "hidden": 64, "heads": 1}))
     assert s.blocks[0].tolist() == [5, 6, 5]

@@ -66,6 +66,31 @@ def test_named_mixture_gets_what_its_published_configuration_says():
     assert rows.open_recompute[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("LLAMA2-7B", 6.74), ("Llama 3.1 70B", 70.6), ("Qwen2.5 32B", 32.8), ("Mixtral 8x7B", 46.7), ("GPT3-20B", 20.3),
+     ("GPT-OSS 20B", 20.9), ("Qwen3 30B-A3B", 30.5), ("DeepSeek-V3", 671.0), ("Llama-like 8.86B", 8.86)],
+)  # fmt: skip
+def test_a_named_model_without_a_shape_has_the_published_one_and_its_number_of_parameters(name, billions):
+    none = dict.fromkeys(("layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "experts", "topk"), "")
+    rows = one({**DEEPSEEK, **none, "model": name, "ep": "8", "pp": "1", "vpp": "1", "gpus": "64"})
+    assert not rows.refused and any("published configuration" in a for a in rows.assumed[0])
+    p = rows.points.with_(predict_ahead=0)
+    assert sizes(p).total(p)[0] / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_a_stated_shape_is_not_completed_from_a_name():
+    rows = one(
+        {**DEEPSEEK, "model": "Llama 3 8B", "experts": "", "topk": "", "ep": "1", "vocab": "", "layers": "16"}
+    )
+    assert (rows.points.layers[0], rows.points.vocab[0]) == (16, 51200)
+
+
+def test_blocks_of_mamba_are_refused_by_name():
+    (refusal,) = one(DEEPSEEK, model="Nemotron_3_Nano").refused
+    assert "Mamba" in refusal.reason
+
+
 def test_release_that_a_source_names_changes_nothing():
     late, early = one(DEEPSEEK).points, one(DEEPSEEK, source="Megatron-Bridge 26.04 NeMo Container").points
     assert all((getattr(late, f.name) == getattr(early, f.name)).all() for f in fields(Points))
