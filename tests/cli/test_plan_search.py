@@ -185,6 +185,28 @@ def test_a_search_prints_the_layout_as_keys_that_work(config: Path):
     assert again["time"]["step_s"] == pytest.approx(now["plan"]["time"]["step_s"])
 
 
+def test_keys_of_a_search_say_how_many_processes_where_the_configuration_says_another_number():
+    words = (RECIPES / "laptop.yaml", "--gpu", "cpu")
+    found = json.loads(plan(*words, "--gpus", 8, "--search", "--json").stdout)
+    keys = found["best_now"]["overrides"]
+    assert found["gpus"] == 8 and "launch.nproc=8" in keys
+    again = json.loads(plan(*words, *keys, "--json").stdout)
+    assert again["time"]["step_s"] == pytest.approx(found["best_now"]["plan"]["time"]["step_s"])
+    two = json.loads(plan(*words, "--search", "--json").stdout)
+    assert not any(k.startswith("launch.nproc") for k in two["best_now"]["overrides"])
+
+
+def test_slow_nodes_that_are_better_left_out_are_said_to_be(config: Path):
+    words = ("--gpu", "v100-32gb:8+h100-sxm:8", "--search", "mesh.dp=auto")
+    text = plan(config, *words).stdout
+    assert "8 x h100-sxm alone, the others left out, is faster" in text
+    found = json.loads(plan(config, *words, "--json").stdout)
+    (fast,) = [a for a in found["one_kind_alone"] if a["gpu"] == "h100-sxm"]
+    assert fast["step_s"] < found["best"]["plan"]["time"]["step_s"]
+    again = json.loads(plan(config, "--gpu", "h100-sxm", "--json", *fast["overrides"]).stdout)
+    assert again["gpus"] == 8 and again["time"]["step_s"] == pytest.approx(fast["step_s"])
+
+
 def test_mesh_auto_is_searched(config: Path):
     text = plan(config, "--gpu", "a100-80gb", "--gpus", 8, "mesh=auto").stdout
     assert "searched" in text and "left out" in text

@@ -1,9 +1,10 @@
 """What `sirara plan` does without --trace: from files and words to a plan, and to text, JSON and pictures."""
 
+import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def planned(
             setting,
             assumed,
             objective,
+            wanted,
             as_json=as_json,
             html_file=html_file,
             png_file=png_file,
@@ -125,6 +127,7 @@ def _searched(
     setting: Setting,
     assumed: Sequence[str],
     objective: str,
+    wanted: Wanted,
     *,
     as_json: bool,
     html_file: str | None,
@@ -153,6 +156,7 @@ def _searched(
     # Device hours, failures included: money needs no price for this.
     best = min(found, key=lambda f: f.best.gpu_hours) if objective == "cost" else found[0]
     ways = [way for _, way in searched(loaded.config, shape, setting)] if setting.counts else []
+    alone = _alone(loaded, shape, wanted, objective) if setting.counts else {}
     if as_json:
         unlike = [way.as_record() for way in ways]
         why = _why_no_ways(setting, None, ways)
@@ -162,6 +166,15 @@ def _searched(
                 "assumed": list(assumed),
                 "unlike_nodes": unlike,
                 "no_unlike_nodes": why,
+                "one_kind_alone": [
+                    {
+                        "gpu": gpu,
+                        "devices": f.best.gpus,
+                        "step_s": (f.best_now or f.best).step_s,
+                        "overrides": list(f.now_overrides or f.best_overrides),
+                    }
+                    for gpu, f in alone.items()
+                ],
             }
         )
     more = [search_text(best)]
@@ -174,17 +187,58 @@ def _searched(
                 for f in found
             )
         )
+    shown = best.best_now or best.best
     if ways:
-        if ways[0].fits and ways[0].runs and ways[0].step_s < (best.best_now or best.best).step_s:
-            said = "unlike nodes  the first way at the end is faster than the best below, all as the slowest kind"
-            more.insert(0, f"{said}: use its keys")
         more.append(arranged_text(ways))
     elif setting.counts:
         more.append(f"unlike nodes\n  {_why_no_ways(setting, None, ways)}")
-    shown = best.best_now or best.best
+    if setting.counts:
+        more += [_alone_text(alone)] if alone else []
+        more = [*_fastest_said(shown, ways, alone), *more]
     if not as_json:
         click.echo("\n\n".join([text(shown, assumed=assumed), *more]))
     _write(shown, assumed, more, html_file, png_file)
+
+
+def _alone(loaded: Loaded, shape: ModelShape, wanted: Wanted, objective: str) -> dict[str, Found]:
+    """By accelerator, the best layout on the nodes of that kind, the others left out; none where nothing fits."""
+    found: dict[str, Found] = {}
+    for part in (wanted.gpu or "").split("+"):
+        gpu, _, count = part.partition(":")
+        setting, _ = setting_of(loaded, replace(wanted, gpu=gpu, gpus=int(count), nodes=None))
+        space = whole_space(loaded.config, shape, setting.cluster.accelerator, int(count))
+        try:
+            found[setting.cluster.accelerator.name] = search(
+                loaded.config, shape, setting, space, objective=objective
+            )
+        except PlanError:
+            continue
+    return found
+
+
+def _alone_text(alone: Mapping[str, Found]) -> str:
+    lines = ["one kind alone, the others left out"]
+    for gpu, f in alone.items():
+        lines.append(f"  {f.best.gpus:,} x {gpu}: step {(f.best_now or f.best).step_s:.2f} s")
+        lines.append("    " + " ".join(f"'{w}'" for w in f.now_overrides or f.best_overrides))
+    return "\n".join(lines)
+
+
+def _fastest_said(shown: Plan, ways: Sequence[Arranged], alone: Mapping[str, Found]) -> list[str]:
+    """What beats the best layout of all devices taken as the slowest kind, if anything does."""
+    others = [
+        (way.step_s, "the first way to deal out unlike nodes") for way in ways[:1] if way.fits and way.runs
+    ]
+    others += [
+        ((f.best_now or f.best).step_s, f"{f.best.gpus:,} x {gpu} alone, the others left out,")
+        for gpu, f in alone.items()
+        if f.best_now is not None and f.numerics == shown.config.numerics
+    ]
+    step_s, what = min(others, default=(math.inf, ""))
+    if step_s >= shown.step_s:
+        return []
+    rest = f"than the best below, all as the slowest kind ({shown.step_s:.2f} s): use its keys, at the end"
+    return [f"unlike nodes  {what} is faster ({step_s:.2f} s) {rest}"]
 
 
 def _why_no_ways(setting: Setting, found: Plan | None, ways: Sequence[Arranged]) -> str:

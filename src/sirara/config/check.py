@@ -66,7 +66,7 @@ def check_layout(config: "RunConfig", shape: ModelShape) -> None:
 
     Raises:  LayoutError or ConfigError naming the keys, the numbers and valid alternatives.
     """
-    for test in (_tensor_parallel, _stages, _split):
+    for test in (_tensor_parallel, _tokens, _stages, _split):
         test(config, shape)
     if config.train.freeze:
         frozen_names(config.train.freeze, unit_specs(shape))
@@ -250,17 +250,18 @@ def _sharding(config: "RunConfig") -> None:
             why="below stage 3 every rank holds the weights of its stage anyway",
             try_=["leave it out", "mesh.zero=3"],
         )
-    if not mesh.sequence_parallel:
-        return
-    if mesh.tp == 1:
+    if mesh.sequence_parallel and mesh.tp == 1:
         raise LayoutError(
             "mesh.sequence_parallel=true has no meaning for mesh.tp=1",
             where="mesh.sequence_parallel",
             why="the tokens are shared among tp ranks",
             try_=["mesh.sequence_parallel=false", "mesh.tp=2"],
         )
-    micro, length = config.train.micro_batch, config.data.seq_len
-    if micro * length % mesh.tp:
+
+
+def _tokens(config: "RunConfig", _shape: ModelShape) -> None:
+    mesh, micro, length = config.mesh, config.train.micro_batch, config.data.seq_len
+    if mesh.sequence_parallel and micro * length % mesh.tp:
         step = mesh.tp // gcd(mesh.tp, length)
         raise LayoutError(
             f"mesh.tp={mesh.tp} does not divide the tokens of a microbatch",

@@ -107,6 +107,7 @@ def search_record(found: Found) -> dict[str, Any]:
 
     return {
         "objective": found.objective,
+        "gpus": found.best.gpus,
         "numerics": found.numerics,
         "left_free": left_free(found),
         "layouts": found.layouts,

@@ -96,6 +96,7 @@ class Space:
     """What is tried for every knob.  schedules: (name, virtual stages).  recompute: (code, share of the blocks).
 
     offload: (optimizer, params, activations).  recipe: the only recompute that is tried, where it is no code.
+    processes: of a node, where the configuration says another number than these devices need.
     """
 
     gpus: int
@@ -111,6 +112,7 @@ class Space:
     offload: tuple[tuple[str, str, str], ...] = (NOTHING,)
     precision: tuple[str, ...] = ("bf16",)
     recipe: Setting | None = None
+    processes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +148,8 @@ def whole_space(config: RunConfig, shape: ModelShape, accelerator: Accelerator, 
     t = config.train
     schedules = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
     schedules += [("interleaved", v) for v in (3, 4, 6, 8, 12, 16) if v * 2 <= shape.layers + 2]
-    precisions = [t.precision]
+    precisions, launch = [t.precision], config.launch
+    said = isinstance(launch.nproc, int) and launch.nproc * launch.nodes != gpus
     if t.precision == "bf16" and "fp8" in accelerator.peak_flops_per_s:
         precisions.append("fp8")
     full = int(Recompute.FULL)
@@ -169,6 +172,7 @@ def whole_space(config: RunConfig, shape: ModelShape, accelerator: Accelerator, 
             *(_OFFLOADS if not accelerator.on_cpu else ()),
         ),
         precision=tuple(precisions),
+        processes=gpus // launch.nodes if said and gpus % launch.nodes == 0 else None,
     )
 
 
@@ -305,6 +309,7 @@ def overrides_of(
         f"train.recompute={spelt(space.recipe or _recompute(code, share, layers // (outer.pp * chunks)))}",
         f"train.precision={space.precision[at['precision']]}",
         *(f"offload.{what}={place}" for what, place in offload),
+        *([f"launch.nproc={space.processes}"] if space.processes is not None else []),
     ]
 
 

@@ -142,6 +142,11 @@ def arranged_text(ways: Sequence[Arranged], why: str = "") -> str:
             )
         if way.overrides:
             lines.append("    " + " ".join(f"'{word}'" for word in way.overrides))
+        if way.form == "stages":
+            order = ", then ".join(
+                f"the {p.devices:,} of {p.gpu}" for p in sorted(way.parts, key=lambda p: p.first)
+            )
+            lines.append(f"    ranks in this order: {order}")
     return "\n".join(lines)
 
 

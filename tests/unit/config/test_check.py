@@ -157,6 +157,11 @@ def test_tokens_that_cannot_be_shared_evenly_name_sizes_that_can():
     run_config(mesh=mesh, seq_len=seq_len)
 
 
+def test_a_degree_that_the_model_cannot_have_is_said_before_tokens_that_it_does_not_divide():
+    error = refused(mesh={"tp": 7, "sequence_parallel": True}, seq_len=30)
+    assert error.where.startswith("mesh.tp") and "model.heads" in error.what
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_gathering_once_per_step_needs_weights_that_are_sharded(zero):
     assert "mesh.zero=3" in refused(mesh={"zero": zero, "gather": "step"}).try_
