@@ -120,7 +120,7 @@ def refusal(plan: Plan, changes: Sequence[Change]) -> PlanError:
 
 
 def _too_much_on_the_host(plan: Plan) -> PlanError:
-    each, budget = float(plan.memory.host[0]), budget_of(plan.config)
+    each, budget = float(plan.memory.host[0]), budget_of(plan.config, plan.setting)
     devices = round(plan.offloaded_bytes / each)
     return PlanError(
         f"this layout does not fit: a node has to hold {in_words(plan.offloaded_bytes)} of what is offloaded, "
@@ -130,7 +130,7 @@ def _too_much_on_the_host(plan: Plan) -> PlanError:
         where="offload.host_budget",
         why=f"{in_words(each)} for each of {devices} devices",
         try_=[
-            "a larger offload.host_budget",
+            "a larger offload.host_budget, or node_memory in a YAML of --gpu",
             "offload.optimizer=disk",
             "more nodes, with mesh.zero of 1 and more",
         ],

@@ -123,6 +123,7 @@ def _accelerator(
             bandwidth.get("disk read", base.disk_bytes_per_s),
             bandwidth.get("disk write", base.disk_bytes_per_s),
         ),
+        node_bytes=float(p.machine.memory_bytes),
         host_bytes_per_s=bandwidth.get("host link", moved if device == "cpu" else base.host_bytes_per_s),
         sources=f"measured by `sirara plan calibrate` on {p.machine.date}; all else as {base.name}",
     )

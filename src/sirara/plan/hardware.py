@@ -21,7 +21,7 @@ DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 Floats = NDArray[np.float64]
 _FIELDS = {
     "names", "like", "peak", "achievable", "achievable8", "grouped", "hbm", "hbm_per_s", "up", "up_bus", "domain",
-    "out", "host", "disk", "units", "attention", "sources", "hbm_achievable", "overhead",
+    "out", "host", "disk", "node_memory", "units", "attention", "sources", "hbm_achievable", "overhead",
 }  # fmt: skip
 
 
@@ -57,6 +57,8 @@ class Accelerator:
     host_bytes_per_s: float
     disk_bytes_per_s: float
     """Of all disks of a node together."""
+    node_bytes: float
+    """Memory of the host of a node, which offloaded state may take."""
     units: int
     """Streaming multiprocessors, or what a tile of a matmul is given to."""
     overhead_bytes: float
@@ -121,6 +123,7 @@ class Table:
     out_bytes_per_s: Floats
     host_bytes_per_s: Floats
     disk_bytes_per_s: Floats
+    node_bytes: Floats
     units: Floats
     overhead_bytes: Floats
 
@@ -146,6 +149,7 @@ def table(accelerators: Sequence[Accelerator]) -> Table:
         out_bytes_per_s=column("out_bytes_per_s"),
         host_bytes_per_s=column("host_bytes_per_s"),
         disk_bytes_per_s=column("disk_bytes_per_s"),
+        node_bytes=column("node_bytes"),
         units=column("units"),
         overhead_bytes=column("overhead_bytes"),
     )
@@ -293,6 +297,7 @@ def _row_of(a: Accelerator) -> dict[str, Any]:
         "out": a.out_bytes_per_s / 1e9,
         "host": a.host_bytes_per_s / 1e9,
         "disk": a.disk_bytes_per_s / 1e9,
+        "node_memory": a.node_bytes / 1e9,
         "units": a.units,
         "overhead": a.overhead_bytes / 1e9,
         "sources": a.sources,
@@ -301,6 +306,8 @@ def _row_of(a: Accelerator) -> dict[str, Any]:
 
 DISK = 28.0
 """GB/s of a node's disks, where a row says nothing: the NVMe disks of a DGX-2, ZeRO-Infinity (arXiv:2104.07857)."""
+NODE_MEMORY = 2000.0
+"""GB of a node's host, where a row says nothing: a DGX H100 has two TB."""
 _SHARES = {"achievable", "achievable8", "grouped", "attention", "hbm_achievable"}
 MOST_SHARE = 2.0
 """Shares that were measured pass 1 a little, percentages by far."""
@@ -363,6 +370,7 @@ def _accelerator(name: str, row: Mapping[str, Any], where: str, *, kin: str, on_
         out_bytes_per_s=float(row["out"]) * 1e9,
         host_bytes_per_s=float(row["host"]) * 1e9,
         disk_bytes_per_s=float(row.get("disk", DISK)) * 1e9,
+        node_bytes=float(row.get("node_memory", NODE_MEMORY)) * 1e9,
         units=int(row["units"]),
         overhead_bytes=float(row.get("overhead", 1.0)) * 1e9,
         sources=str(row.get("sources", "")),

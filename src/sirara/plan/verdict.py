@@ -23,8 +23,6 @@ from sirara.pure.families import ModelShape, parameter_count
 
 GIB = float(1 << 30)
 MIB = float(1 << 20)
-NODE_BYTES = 2e12
-"""Of a node's memory, what offloading may take where `offload.host_budget` says nothing: a DGX H100 has two TB."""
 FORMULA = "formulas, with rates of the shipped table"
 RATES = "formulas, with rates measured on this machine"
 UNITS = (
@@ -304,9 +302,11 @@ def what_does_not_run(config: RunConfig) -> str:
 
 
 def over_budget(config: RunConfig, setting: Setting, host_bytes: float) -> bool:
-    """Whether that much per device is more of a node's memory than `offload.host_budget` allows."""
-    return host_bytes * min(setting.cluster.gpus, setting.cluster.per_node) > budget_of(config)
+    """Whether that much per device is more of a node's memory than it has, or `offload.host_budget` allows."""
+    return host_bytes * min(setting.cluster.gpus, setting.cluster.per_node) > budget_of(config, setting)
 
 
-def budget_of(config: RunConfig) -> float:
-    return NODE_BYTES if config.offload.host_budget is None else float(config.offload.host_budget)
+def budget_of(config: RunConfig, setting: Setting) -> float:
+    """Bytes of a node's memory that offloading may take: `offload.host_budget`, else all of the smallest node's."""
+    given = config.offload.host_budget
+    return float(setting.table.node_bytes.min()) if given is None else float(given)

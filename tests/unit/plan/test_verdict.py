@@ -20,6 +20,7 @@ from sirara.plan.saved import host_bytes, state_bytes
 from sirara.plan.verdict import (
     GIB,
     Setting,
+    budget_of,
     plan,
     what_does_not_run,
 )
@@ -311,6 +312,9 @@ def test_what_a_node_may_hold_binds():
     assert within.fits and within.chosen and not over.fits and not over.chosen
     error = refusal(over, [])
     assert error.code == "SR214" and error.where == "offload.host_budget" and "50.0 GiB" in error.what
+    # Without a budget, what the table says of the node: a DGX A100 of 40 GB has half of one of 80.
+    assert budget_of(offloaded(optimizer="host").config, setting(8, "a100-40gb")) == 1e12
+    assert budget_of(offloaded(optimizer="host").config, setting(8, "h100-sxm")) == 2e12
     changes = nearest(over, [("offload.optimizer=disk", offloaded(optimizer="disk").config, 8)])
     assert [c.fits for c in changes] == [True]
 
