@@ -83,6 +83,7 @@ def test_a_dry_run_says_the_plan_and_makes_nothing(project, sirara):
     result = sirara("run", "toy.yaml", "launch.nproc=2", "--dry-run", "--json")
     plan = json.loads(result.stdout)
     assert (plan["nproc"], plan["threads"], plan["steps"]) == (2, 1, 60)
+    assert plan["layout"] == "pp 1 dp 2 tp 1 zero 1 1f1b"
     assert [run.id for run in project.runs()] == [run.id for run in before]
     assert "steps        60" in sirara("run", "toy.yaml", "--dry-run").stdout
 

@@ -327,8 +327,15 @@ def _say_plan(job: _Job, launcher: Launcher | None) -> None:
     if launcher is None:
         workers = job.workers()
         plan |= {"nproc": workers.nproc, "threads": workers.threads}
+        world = workers.nproc
     else:
         plan |= {"launcher": launcher.kind, "rank": launcher.rank, "world": launcher.world}
+        world = launcher.world
+    m = config.mesh
+    dp = world // (m.pp * m.cp * m.tp) if m.dp == "auto" else m.dp
+    plan["layout"] = f"pp {m.pp} dp {dp} tp {m.tp} zero {m.zero} {m.schedule}"
+    if m.chunks > 1:
+        plan["layout"] += f" x {m.chunks}"
     if job.as_json:
         say_json(plan)
     else:
