@@ -197,7 +197,7 @@ def test_keys_of_a_search_say_how_many_processes_where_the_configuration_says_an
 
 
 def test_slow_nodes_that_are_better_left_out_are_said_to_be(config: Path):
-    words = ("--gpu", "v100-32gb:8+h100-sxm:8", "--search", "mesh.dp=auto")
+    words = ("--gpu", "v100-32gb:8+h100-sxm:4+h100-sxm:4", "--search", "mesh.dp=auto")
     text = plan(config, *words).stdout
     assert "8 x h100-sxm alone, the others left out, is faster" in text
     found = json.loads(plan(config, *words, "--json").stdout)

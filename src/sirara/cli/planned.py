@@ -202,11 +202,13 @@ def _searched(
 
 def _alone(loaded: Loaded, shape: ModelShape, wanted: Wanted, objective: str) -> dict[str, Found]:
     """By accelerator, the best layout on the nodes of that kind, the others left out; none where nothing fits."""
-    found: dict[str, Found] = {}
+    found, counts = dict[str, Found](), dict[str, int]()
     for part in (wanted.gpu or "").split("+"):
         gpu, _, count = part.partition(":")
-        setting, _ = setting_of(loaded, replace(wanted, gpu=gpu, gpus=int(count), nodes=None))
-        space = whole_space(loaded.config, shape, setting.cluster.accelerator, int(count))
+        counts[gpu] = counts.get(gpu, 0) + int(count)
+    for gpu, count in counts.items():
+        setting, _ = setting_of(loaded, replace(wanted, gpu=gpu, gpus=count, nodes=None))
+        space = whole_space(loaded.config, shape, setting.cluster.accelerator, count)
         try:
             found[setting.cluster.accelerator.name] = search(
                 loaded.config, shape, setting, space, objective=objective
