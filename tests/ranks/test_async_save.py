@@ -1,5 +1,6 @@
 """Saves beside the training, on real ranks with real keepers: what is saved, who may die, what stays flat."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -199,26 +200,37 @@ def a_trainer_that_dies(folder: str, tiers: str) -> None:
     stop(rank.keeper)
     rank.start(5, tiers=tuple(tiers.split(",")))
     print(rank.keeper, flush=True)
+    sys.stdin.read()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def dead_trainer(tmp_path: Path, tiers: str = "disk") -> ProcessId:
-    """The keeper, stopped with a job in hand, of a trainer that was killed."""
+    """The keeper, stopped with a job in hand until its trainer was killed.
+
+    The kernel itself may let it go on then: it continues a stopped process whose group has become an orphan.
+    """
     program = f"from tests.ranks.test_async_save import *; a_trainer_that_dies({str(tmp_path)!r}, {tiers!r})"
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    pid = int(process.stdout.readline())
-    process.stdout.close()
-    assert process.wait(30) == -signal.SIGKILL
-    keeper = ProcessId.of(pid)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    keeper = ProcessId.of(int(process.stdout.readline()))
     assert keeper.alive
     assert manager(tmp_path / "checkpoints", rank=1, world=2).newest() == []
+    process.stdin.close()
+    process.stdout.close()
+    assert process.wait(30) == -signal.SIGKILL
     return keeper
+
+
+def send(keeper: ProcessId, number: int) -> None:
+    """A signal to a keeper that may have ended by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(keeper.pid, number)
 
 
 def test_a_keeper_commits_what_it_has_after_its_trainer_was_killed_and_leaves_nothing(tmp_path):
     keeper = dead_trainer(tmp_path)
-    os.kill(keeper.pid, signal.SIGCONT)
+    send(keeper, signal.SIGCONT)
     assert wait_for_processes([keeper], wait_s=30) == []
     snapshot = manager(tmp_path / "checkpoints").open(5)
     assert differing(small_state(), load(snapshot, small_state())) == []
@@ -228,7 +240,7 @@ def test_a_keeper_commits_what_it_has_after_its_trainer_was_killed_and_leaves_no
 
 def test_an_image_in_memory_outlives_trainer_and_keeper(tmp_path):
     keeper = dead_trainer(tmp_path, "memory,disk")
-    os.kill(keeper.pid, signal.SIGCONT)
+    send(keeper, signal.SIGCONT)
     assert wait_for_processes([keeper], wait_s=30) == []
     memory = tmp_path / "shm" / "run-1"
     head = arena_head(memory / "arena-0-0")
@@ -239,8 +251,8 @@ def test_an_image_in_memory_outlives_trainer_and_keeper(tmp_path):
 def test_a_keeper_that_was_asked_to_end_finishes_its_job_first(tmp_path):
     keeper = dead_trainer(tmp_path)
     for number in (signal.SIGTERM, signal.SIGINT):
-        os.kill(keeper.pid, number)
-    os.kill(keeper.pid, signal.SIGCONT)
+        send(keeper, number)
+    send(keeper, signal.SIGCONT)
     assert wait_for_processes([keeper], wait_s=30) == []
     # Stopped before it had read the job, it may as well end without it; it never leaves half of a step.
     assert manager(tmp_path / "checkpoints").newest() in ([5], [])
